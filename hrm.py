@@ -108,17 +108,18 @@ def apply_rotary(x, rotary):
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
-def grid_positions(config):
-    """Row, column and box of every cell of a square grid, as rows of one table: (3, T) int64, or (2, T) without boxes."""
+def grid_relations(config, prefix_len):
+    """How two cells of a square grid relate: 1 if in the same row + 2 same column + 4 same box. (P+T, P+T) int64 in 0..7."""
     side = math.isqrt(config.seq_len)
     if side * side != config.seq_len:
-        raise ValueError(f"seq_len {config.seq_len}: grid positions need a square number of cells; choose rope or learned")
+        raise ValueError(f"pos_encodings grid with seq_len {config.seq_len}: the grid must be square; choose rope or learned")
     cell = torch.arange(config.seq_len)
     row, col = cell // side, cell % side
-    groups = [row, side + col]
+    related = (row[:, None] == row).long() + 2 * (col[:, None] == col).long()  # (T, T)
     if config.box_rows:
-        groups.append(2 * side + row // config.box_rows * (side // config.box_cols) + col // config.box_cols)
-    return torch.stack(groups)
+        box = row // config.box_rows * config.box_rows + col // config.box_cols
+        related += 4 * (box[:, None] == box).long()
+    return F.pad(related, (prefix_len, 0, prefix_len, 0))  # the prefix shares nothing with any cell
 
 
 class Attention(nn.Module):
@@ -129,18 +130,23 @@ class Attention(nn.Module):
         self.n_head = config.n_head
         self.qkv_proj = linear(config.n_embd, 3 * config.n_embd)  # rows: all query heads, all key heads, all value heads
         self.o_proj = linear(config.n_embd, config.n_embd)
+        grid = config.pos_encodings == "grid"
+        self.grid_bias = nn.Parameter(0.35 * torch.randn(config.n_head, 8)) if grid else None
 
-    def forward(self, x, rotary):
-        """x (B, T, C), rotary (2, T, hd) or None -> (B, T, C)."""
+    def forward(self, x, pos):
+        """x (B, T, C), pos: rotary table (2, T, hd), grid relations (T, T) or None -> (B, T, C)."""
         B, T, C = x.shape
         q, k, v = self.qkv_proj(x).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)  # (B, nh, T, hd) each
-        if rotary is not None:
-            q, k = apply_rotary(q, rotary), apply_rotary(k, rotary)
+        bias = None
+        if self.grid_bias is not None:  # strong from the start, so that heads begin with different parts of the board in view
+            bias = (16 * self.grid_bias[:, pos]).to(x.dtype)  # (nh, T, T)
+        elif pos is not None:
+            q, k = apply_rotary(q, pos), apply_rotary(k, pos)
         if x.device.type == "cpu" and x.dtype == torch.bfloat16:
             scores = (q * q.shape[-1] ** -0.5) @ k.mT  # (B, nh, T, T); three times faster than SDPA for short rows here
-            y = scores.softmax(dim=-1) @ v
+            y = (scores if bias is None else scores + bias).softmax(dim=-1) @ v
         else:
-            y = F.scaled_dot_product_attention(q, k, v)
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
         return self.o_proj(y.transpose(1, 2).reshape(B, T, C))
 
 
@@ -250,6 +256,7 @@ def act_loss(outputs, carry, kind="stablemax"):
         "q_halt_accuracy": ((((outputs["q_halt"] >= 0) == exact) & done).sum(), done.sum()),
         "lm_loss": (lm_loss.detach(), B),
         "q_halt_loss": (q_halt_loss.detach(), B),
+        "puzzles": (done.sum(), 1),
     }
     if "target_q_continue" in outputs:
         target = outputs["target_q_continue"]
@@ -313,36 +320,41 @@ class SignSGD(torch.optim.Optimizer):
 
 
 class HRM(nn.Module):
+    Carry = Carry  # train.py restores one from a checkpoint
+    bar, rate = ("loss", "exact_accuracy", "accuracy", "segments"), "puzzles"  # metrics on the progress bar; the one per second
+
     def __init__(self, config):
         super().__init__()
         self.config = config
-        C, hd = config.n_embd, config.n_embd // config.n_head
+        C = config.n_embd
         self.prefix_len = -(-config.puzzle_emb_ndim // C)  # P
-        n_positions = self.prefix_len + config.seq_len
         self.embed_tokens = nn.Embedding(config.vocab_size, C)
         self.lm_head = linear(C, config.vocab_size)
         self.q_head = nn.Linear(C, 2)
         if config.puzzle_emb_ndim:
             self.puzzle_emb = PuzzleEmbedding(config)
         if config.pos_encodings == "learned":
-            self.embed_pos = nn.Embedding(n_positions, C)
-        elif config.pos_encodings == "grid":
-            self.register_buffer("grid", grid_positions(config), persistent=False)  # (3, T)
-            self.embed_pos = nn.Embedding(int(self.grid.max()) + 1, C)
+            self.embed_pos = nn.Embedding(self.prefix_len + config.seq_len, C)
         self.H_level = Level(config, config.H_layers)
         self.L_level = Level(config, config.L_layers)
         self.register_buffer("H_init", truncated_lecun_(torch.empty(C), 1.0))  # start states, drawn once and never trained
         self.register_buffer("L_init", truncated_lecun_(torch.empty(C), 1.0))
-        rotary = rotary_table(n_positions, hd) if config.pos_encodings == "rope" else None
-        self.register_buffer("rotary", rotary, persistent=False)
+        self.register_buffer("positions", self._positions(), persistent=False)
 
         truncated_lecun_(self.embed_tokens.weight, C**-0.5)  # times sqrt(C) in embed(): unit variance
-        if config.pos_encodings != "rope":
+        if config.pos_encodings == "learned":
             truncated_lecun_(self.embed_pos.weight, C**-0.5)
         nn.init.zeros_(self.q_head.weight)  # Q starts near sigmoid(-5) = 0, so that values grow from below
         nn.init.constant_(self.q_head.bias, -5.0)
 
     # ---- one segment
+
+    def _positions(self):
+        """What attention is told of positions: rotary table (2, P+T, hd), grid relations (P+T, P+T), or None."""
+        c, n = self.config, self.prefix_len + self.config.seq_len
+        if c.pos_encodings == "grid":
+            return grid_relations(c, self.prefix_len)
+        return rotary_table(n, c.n_embd // c.n_head) if c.pos_encodings == "rope" else None
 
     def compute_dtype(self):
         """The dtype of the states: autocast's where it is on, else the weights'."""
@@ -352,8 +364,6 @@ class HRM(nn.Module):
     def embed(self, data):
         """inputs (B, T), puzzle_identifiers (B,) -> x (B, P+T, C)"""
         x = self.embed_tokens(data["inputs"])
-        if self.config.pos_encodings == "grid":
-            x = (x + self.embed_pos(self.grid).sum(dim=0)) * 0.5**0.5
         if self.prefix_len:
             prefix = self.puzzle_emb(data["puzzle_identifiers"])
             prefix = F.pad(prefix, (0, self.prefix_len * self.config.n_embd - prefix.shape[-1]))
@@ -375,9 +385,9 @@ class HRM(nn.Module):
         for i, level in enumerate(updates):
             with torch.set_grad_enabled(torch.is_grad_enabled() and i >= len(updates) - c.grad_updates):
                 if level == "L":
-                    z_L = self.L_level(z_L, z_H + x, self.rotary)
+                    z_L = self.L_level(z_L, z_H + x, self.positions)
                 else:
-                    z_H = self.H_level(z_H, z_L, self.rotary)
+                    z_H = self.H_level(z_H, z_L, self.positions)
         return z_H, z_L, self.lm_head(z_H[:, self.prefix_len :]), self.q_head(z_H[:, 0]).float()
 
     def start_states(self, batch_size):
@@ -458,6 +468,10 @@ class HRM(nn.Module):
         loss, metrics = act_loss(outputs, carry, self.config.loss)
         return loss / len(carry.halted), metrics, carry
 
+    def parts_to_compile(self):
+        """The modules worth compiling: all the work is in them, and their shapes never change in training."""
+        return [self.H_level, self.L_level]
+
     def configure_optimizers(self, lr, weight_decay, betas):
         """Adam-atan2 for the weights, sign-SGD for the puzzle embedding. Returns a list of optimizers."""
         optimizers = [AdamATan2(self.parameters(), lr=lr, weight_decay=weight_decay, betas=betas)]
@@ -517,59 +531,61 @@ class HRM(nn.Module):
 
     # ---- checkpoints
 
+    @staticmethod
+    def pretrained_config(path):
+        """HRMConfig fields, as a dict, of a checkpoint: a published one or one of train.py's. See load_pretrained."""
+        return _read(path)[0]
+
     @classmethod
     def load_pretrained(cls, path, **overrides):
         """Read a published checkpoint, or one of train.py's, and return the model. `overrides` are HRMConfig fields.
 
-        A published file is a state dict with the official names, behind any of the prefixes that compilation (_orig_mod.), the
-        loss wrapper (model.) and the ACT wrapper (inner.) put there. Sizes are read from the shapes. What shapes cannot tell is
-        the paper's unless overridden: heads of 64, 2 cycles of 2, seq_len 81 for the Sudoku vocabulary, else 900.
+        A published file is a state dict with the official names, behind any of the prefixes that compilation (_orig_mod.),
+        the loss wrapper (model.) and the ACT wrapper (inner.) put there. Sizes are read from the shapes. What shapes cannot
+        tell is the paper's unless overridden: heads of 64, 2 cycles of 2, seq_len 81 for the Sudoku vocabulary, else 900.
         Raises ValueError, in one line, for a file that is no such checkpoint or does not fit the overrides.
         """
-        try:
-            saved = torch.load(path, map_location="cpu", weights_only=True)
-        except FileNotFoundError:
-            raise ValueError(f"{path}: no such file; give the path of a checkpoint") from None
-        except (RuntimeError, EOFError, pickle.UnpicklingError, OSError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise ValueError(f"{path}: not a readable checkpoint ({reason}); give a state dict written by torch.save") from None
-        own = isinstance(saved, dict) and "model_config" in saved
-        state = {plain_name(k): v for k, v in (saved.get("ema") or saved["model"] if own else saved).items()}
-        config = saved["model_config"] if own else config_from_shapes(state, path)
+        config, state = _read(path)
         model = cls(HRMConfig(**{**config, **overrides}))
-        expected = {k: tuple(v.shape) for k, v in model.state_dict().items()}
-        found = {k: tuple(v.shape) for k, v in state.items()}
+        expected, found = ({k: tuple(v.shape) for k, v in s.items()} for s in (model.state_dict(), state))
         for name in sorted(expected.keys() | found.keys()):
             if expected.get(name) != found.get(name):
-                raise ValueError(f"{path}: {name} is {found.get(name, 'missing')} in the file, {expected.get(name, 'absent')} in the "
-                                 "model; give the settings that the checkpoint was trained with")
+                raise ValueError(f"{path}: {name} is {found.get(name, 'missing')} in the file and "
+                                 f"{expected.get(name, 'absent')} in the model; give the settings it was trained with")
         model.load_state_dict(state)
         return model
 
 
-def plain_name(key):
-    """The name of a weight without wrappers' prefixes, in this file's spelling."""
-    while key.startswith(("_orig_mod.", "model.", "inner.", "module.")):
-        key = key.split(".", 1)[1]
-    return key.replace("embedding_weight", "weight")
-
-
-def config_from_shapes(state, path):
-    """The HRMConfig fields, as a dict, of a published state dict."""
-    needed = ("embed_tokens.weight", "L_level.layers.0.mlp.down_proj.weight", "q_head.weight")
+def _read(path):
+    """Checkpoint file -> (HRMConfig fields as a dict, state dict in this file's names)."""
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, OSError, ValueError, pickle.UnpicklingError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{path}: not a readable checkpoint ({reason[:100]}); give a state dict saved by torch.save") from None
+    if isinstance(saved, dict) and "model_config" in saved:  # train.py's: evaluate with the averaged weights if there are any
+        weights = saved.get("ema") or saved["model"]
+        return saved["model_config"], {_plain_name(k): v for k, v in weights.items() if k != "n_averaged"}
+    state = {_plain_name(k): v for k, v in saved.items()} if isinstance(saved, dict) else {}
+    needed = ("embed_tokens.weight", "H_level.layers.0.mlp.down_proj.weight", "L_level.layers.0.mlp.down_proj.weight")
     for name in needed:
         if name not in state:
-            raise ValueError(f"{path}: no {name} in it, so this is no HRM checkpoint; it holds {', '.join(list(state)[:3])} ...")
+            raise ValueError(f"{path}: holds no {name}, so it is no HRM checkpoint; give the path of one")
     V, C = state["embed_tokens.weight"].shape
     ids, ndim = state["puzzle_emb.weights"].shape if "puzzle_emb.weights" in state else (1, 0)
     layers = {x: 1 + max(int(k.split(".")[2]) for k in state if k.startswith(f"{x}_level.")) for x in "HL"}
-    width = state["L_level.layers.0.mlp.down_proj.weight"].shape[1]
-    seq_len = {11: 81}.get(V, 900)
-    if "embed_pos.weight" in state:
-        seq_len = len(state["embed_pos.weight"]) - -(-ndim // C)
-    return dict(vocab_size=V, seq_len=seq_len, n_embd=C, n_head=max(C // 64, 1), H_layers=layers["H"], L_layers=layers["L"],
-                expansion=width * 1.5 / C, pos_encodings="learned" if "embed_pos.weight" in state else "rope",
-                num_puzzle_identifiers=ids, puzzle_emb_ndim=ndim)
+    learned = "embed_pos.weight" in state
+    seq_len = len(state["embed_pos.weight"]) - -(-ndim // C) if learned else {11: 81}.get(V, 900)
+    return dict(vocab_size=V, seq_len=seq_len, num_puzzle_identifiers=ids, puzzle_emb_ndim=ndim, n_embd=C,
+                n_head=max(C // 64, 1), H_layers=layers["H"], L_layers=layers["L"],
+                expansion=state[needed[1]].shape[1] * 1.5 / C, pos_encodings="learned" if learned else "rope"), state
+
+
+def _plain_name(key):
+    """The name of a weight without the wrappers' prefixes, in this file's spelling."""
+    while key.startswith(("_orig_mod.", "model.", "inner.", "module.")):
+        key = key.split(".", 1)[1]
+    return key.replace("_orig_mod.", "").replace("embedding_weight", "weight")
 
 
 PRESETS = {

@@ -1,0 +1,169 @@
+"""What the data modules share: files that are whole or absent, checked downloads, tables of puzzles, hashes, epochs.
+
+    with atomic_write("cache/x.npz") as file:       # "x.npz" appears only when the block ends without an error
+        np.savez(file, a=a)
+    path = download(url, "cache/train.csv", check=my_check, hint="name a local copy with --data_file")
+    for row in parse_table(read_lines("puzzles.csv.gz"), "puzzles.csv.gz"):
+        row.line, row.puzzle, row.answer, row.source
+"""
+import contextlib
+import csv
+import functools
+import gzip
+import hashlib
+import http.client
+import os
+import urllib.request
+import zlib
+from collections import namedtuple
+
+import numpy as np
+from tqdm import tqdm
+
+
+@contextlib.contextmanager
+def atomic_write(path):
+    """Open a binary file that takes the name `path` only once it is complete.
+
+    It is written under a temporary name in the same folder (a rename across file systems is a copy, which can be
+    interrupted), flushed to the disk, then renamed. If the block raises, the temporary file goes, `path` is untouched.
+    """
+    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+    temporary = f"{path}.{os.getpid()}.tmp"  # the process id keeps two runs that prepare the same file apart
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())  # without this a power cut can leave the new name on an empty file
+        os.replace(temporary, path)
+    except BaseException:  # also on Ctrl-C
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(temporary)
+        raise
+
+
+def download(url, path, check=None, hint="check the network and try again"):
+    """Fetch `url` into `path` unless that file exists already; returns `path`.
+
+    The file must have the length that the server announced, and `check(temporary_path)`, if given, must not raise
+    ValueError. Otherwise ValueError, one line, which ends with `hint` (what to do instead), and nothing is left behind.
+    """
+    if os.path.exists(path):
+        return path
+    try:
+        with urllib.request.urlopen(url, timeout=30) as response, atomic_write(path) as file:
+            length = response.headers.get("Content-Length")
+            with tqdm(total=int(length) if length else None, unit="B", unit_scale=True, delay=2,
+                      desc=os.path.basename(path)) as bar:
+                while block := response.read(1 << 20):
+                    file.write(block)
+                    bar.update(len(block))
+            if length is not None and file.tell() != int(length):
+                raise ValueError(f"got {file.tell():,} of {int(length):,} bytes")
+            file.flush()  # so that `check`, which opens the file by name, sees all of it
+            if check is not None:
+                check(file.name)
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"could not download {url} ({reason}); {hint}") from None
+    return path
+
+
+def read_lines(path):
+    """List of (line number from 1, text) of the lines of a UTF-8 file (.gz too) that are neither blank nor comments.
+
+    A byte-order mark and any kind of line end are accepted; a comment begins with #. ValueError, one line, if the file
+    cannot be read.
+    """
+    opener = gzip.open if str(path).endswith(".gz") else open
+    try:
+        with opener(path, "rt", encoding="utf-8-sig") as file:  # "t" turns \r\n and \r into \n, "-sig" drops the mark
+            lines = [(number, line.strip()) for number, line in enumerate(file, 1)]
+    except FileNotFoundError:
+        raise ValueError(f"no such file: {path}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"cannot read {path}: {error}") from None
+    return [(number, line) for number, line in lines if line and not line.startswith("#")]
+
+
+PUZZLE_COLUMNS, ANSWER_COLUMNS = ("puzzle", "question", "quizzes"), ("solution", "answer", "solutions")
+Row = namedtuple("Row", "line puzzle answer source")  # answer and source are "" where the file has none
+
+
+def parse_table(lines, path):
+    """(line number, text) pairs of a CSV with a header line, or of bare puzzles -> list of Row.
+
+    Columns may be named as in the published sets (question, answer, source) or plainly (puzzle, solution, source);
+    others are ignored. ValueError, one line, for a header that names no puzzle column.
+    """
+    header = [name.strip().lower() for name in lines[0][1].split(",")] if lines else []
+    column = {kind: next((header.index(name) for name in names if name in header), None) for kind, names in
+              (("puzzle", PUZZLE_COLUMNS), ("answer", ANSWER_COLUMNS), ("source", ("source",)))}
+    if column["puzzle"] is None:
+        if len(header) > 1 and any(name.isalpha() for name in header):
+            raise ValueError(f"{path}: the header {lines[0][1]!r} has none of the columns {', '.join(PUZZLE_COLUMNS)}; "
+                             "rename the one that holds the puzzles")
+        return [Row(number, text, "", "") for number, text in lines]
+
+    def field(fields, kind):
+        return fields[column[kind]].strip() if column[kind] is not None and column[kind] < len(fields) else ""
+
+    table = csv.reader(text for _, text in lines[1:])
+    return [Row(number, *(field(fields, kind) for kind in column)) for (number, _), fields in zip(lines[1:], table)]
+
+
+def report_bad_rows(reasons, rows, path, bad_rows, most=20):
+    """What is wrong with a file, as a list of lines for the log (empty: nothing).
+
+    reasons: {index into rows: why that row is bad}. ValueError, one line naming up to `most` rows by their line number,
+    if bad_rows is "error", and in any case if no row is left.
+    """
+    named = [f"line {rows[i].line}: {reasons[i]}" for i in sorted(reasons)[:most]]
+    named += [f"and {len(reasons) - most:,} more"] if len(reasons) > most else []
+    what = f"{len(reasons):,} of {len(rows):,} rows bad ({'; '.join(named)})"
+    if len(reasons) == len(rows):
+        what = what if rows else "the file holds none"
+        raise ValueError(f"{path}: no puzzle is left: {what}; give a file of puzzles")
+    if reasons and bad_rows == "error":
+        raise ValueError(f"{path}: {what}; mend them, or leave them out with --bad_rows skip")
+    return [f"{path}: skipped {what}"] if reasons else []
+
+
+@functools.lru_cache(maxsize=4)  # a batch at the boundary of two epochs needs both orders
+def _epoch_order(number, seed, epoch):
+    """The order of one epoch, (number,)."""
+    return np.random.default_rng([seed, 0, epoch]).permutation(number)
+
+
+def epoch_rows(number, index, batch_size, seed):
+    """Rows (batch_size,) of batch `index` when `number` rows are gone through in one random order after another.
+
+    A pure function of its arguments; a batch may end one epoch and begin the next (or hold several, if rows are few).
+    """
+    epoch, start = divmod(index * batch_size, number)
+    last = (index * batch_size + batch_size - 1) // number
+    order = np.concatenate([_epoch_order(number, seed, e) for e in range(epoch, last + 1)])
+    return order[start:start + batch_size]
+
+
+def content_hash(*parts):
+    """Hex sha256 of arrays (dtype, shape and bytes) and other values (their repr), in order."""
+    digest = hashlib.sha256()
+    for part in parts:
+        if isinstance(part, np.ndarray):
+            digest.update(f"{part.dtype.newbyteorder('<').str}{part.shape}".encode())
+            digest.update(np.ascontiguousarray(part, part.dtype.newbyteorder("<")).tobytes())
+        else:
+            digest.update(repr(part).encode())
+    return digest.hexdigest()
+
+
+def file_hash(path):
+    """Hex sha256 of a file's bytes; ValueError, one line, if it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
