@@ -213,6 +213,7 @@ class Carry:
     steps: torch.Tensor  # (B,) int32, segments done on the present puzzle
     halted: torch.Tensor  # (B,) bool
     data: dict  # the puzzles being worked on: inputs (B, T), puzzle_identifiers (B,) and, if given, labels (B, T)
+    min_steps: torch.Tensor | int = 0  # (B,) int32, segments that the present puzzle must run in training
 
 
 # ---- loss and optimizers
@@ -420,7 +421,8 @@ class HRM(nn.Module):
         z_H, z_L, logits, q = self.segment(z_H, z_L, data)
         outputs = {"logits": logits, "q_halt": q[:, 0], "q_continue": q[:, 1]}
         steps = torch.where(new, 0, carry.steps) + 1
-        carry = Carry(z_H.detach(), z_L.detach(), steps, self._halt(steps, q.detach()), data)
+        min_steps = torch.where(new, self._explore(new), carry.min_steps)
+        carry = Carry(z_H.detach(), z_L.detach(), steps, self._halt(steps, min_steps, q.detach()), data, min_steps)
         if self.training and c.q_target == "bootstrap":
             with torch.no_grad():  # what the next segment would say of the same puzzles
                 next_q = self.segment(carry.z_H, carry.z_L, data)[-1]  # (B, 2)
@@ -428,16 +430,23 @@ class HRM(nn.Module):
                 outputs["target_q_continue"] = best.sigmoid()
         return carry, outputs
 
-    def _halt(self, steps, q):
-        """Which rows are done: at M_max always; in training also when halting is worth more than going on. (B,) bool"""
-        c = self.config
-        halted = steps >= c.halt_max_steps
-        if self.training and c.halt_max_steps > 1:
-            halted = halted | self.wants_halt(q)
-            # now and then a puzzle must think for at least 2..M_max segments, or Q would never see what more thinking brings
-            explore = torch.rand(q.shape[0], device=q.device) < c.halt_exploration_prob
-            min_steps = torch.randint(2, c.halt_max_steps + 1, steps.shape, device=q.device)
-            halted = halted & (~explore | (steps >= min_steps))
+    def _explore(self, rows):
+        """Segments that a new puzzle must run: now and then 2 to M_max of them, or Q would never see what more thinking brings.
+
+        Drawn once per puzzle as in the paper's text; the released code draws again after every segment, so that a solved puzzle
+        hardly ever reaches the deep ones, and running a small model on past its halting point then spoils its answers.
+        """
+        if not self.training or self.config.halt_max_steps < 2:
+            return torch.zeros_like(rows, dtype=torch.int32)
+        explores = torch.rand(rows.shape, device=rows.device) < self.config.halt_exploration_prob
+        least = torch.randint(2, self.config.halt_max_steps + 1, rows.shape, dtype=torch.int32, device=rows.device)
+        return torch.where(explores, least, 0)
+
+    def _halt(self, steps, min_steps, q):
+        """Which rows are done: at M_max always, in training also those that have had their least and want to halt. (B,) bool"""
+        halted = steps >= self.config.halt_max_steps
+        if self.training and self.config.halt_max_steps > 1:
+            halted = halted | (self.wants_halt(q) & (steps >= min_steps))
         return halted
 
     def wants_halt(self, q):
@@ -588,8 +597,14 @@ def _plain_name(key):
     return key.replace("_orig_mod.", "").replace("embedding_weight", "weight")
 
 
+# name -> config; the parameter count is for Sudoku. train.py adds each preset's recipe.
 PRESETS = {
-    "nano": HRMConfig(n_embd=128, n_head=4, H_layers=1, L_layers=1, pos_encodings="grid", puzzle_emb_ndim=0, H_cycles=1, L_cycles=2,
-                      grad_updates=3, q_target="none", loss="softmax"),
+    # 0.33M parameters: 9x9 boards in minutes on a CPU. One block per module, and all updates of a segment carry gradient
+    "nano": HRMConfig(n_embd=128, n_head=4, H_layers=1, L_layers=1, expansion=2, pos_encodings="grid", puzzle_emb_ndim=0,
+                      H_cycles=1, L_cycles=1, q_target="none", halt_exploration_prob=0.6, loss="softmax"),
+    # the same for 6x6 boards
+    "nano-6x6": HRMConfig(seq_len=36, n_embd=128, n_head=4, H_layers=1, L_layers=1, expansion=2, pos_encodings="grid",
+                          puzzle_emb_ndim=0, H_cycles=1, L_cycles=1, q_target="none", halt_exploration_prob=0.6, loss="softmax"),
+    # 27.3M parameters, as published: 27,275,266 for Sudoku
     "paper": HRMConfig(),
 }

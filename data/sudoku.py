@@ -256,9 +256,14 @@ def drop_equal(pool, test, box):
     return pool.take(np.flatnonzero(keep)), [] if keep.all() else notes
 
 
-def load(config):
-    """Prepare the data of a SudokuConfig, or read it from the cache: SudokuData. ValueError, one line, for mistakes."""
+def load(config, prepare=True):
+    """Prepare the data of a SudokuConfig, or read it from the cache: SudokuData. ValueError, one line, for mistakes.
+
+    prepare False: no splits, which is enough to parse, draw and judge puzzles.
+    """
     box = validate(config)
+    if not prepare:
+        return SudokuData(config, box)
     fields = dataclasses.asdict(config)
     for name in ("data_dir", "augment", "data_file", "test_file"):  # files count by what is in them, not by their name
         del fields[name]
@@ -288,7 +293,7 @@ def _batch(inputs, labels):
 class SudokuData:
     """The splits train, val and test (Split), and what a training script asks of a data set."""
 
-    def __init__(self, config, box, train, val, test, notes=()):
+    def __init__(self, config, box, train=None, val=None, test=None, notes=()):
         self.config, self.box, self.train, self.val, self.test, self.notes = config, box, train, val, test, list(notes)
         self.side, self.cells = geometry(box).side, geometry(box).cells
         self.vocab_size = self.side + 2  # pad, blank, digits
