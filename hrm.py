@@ -78,7 +78,7 @@ class HRMConfig:
                              f"make n_embd a multiple of {2 * self.n_head}")
         updates = self.H_cycles * (self.L_cycles + 1)
         if not 1 <= self.grad_updates <= updates:
-            raise ValueError(f"grad_updates {self.grad_updates}: a segment has {updates} updates; choose 1 to {updates}")
+            raise ValueError(f"grad_updates {self.grad_updates}: a segment has {updates} updates; choose 1..{updates}")
 
 
 # ---- blocks
@@ -135,7 +135,7 @@ class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.n_head = config.n_head
-        self.qkv_proj = linear(config.n_embd, 3 * config.n_embd)  # rows: all query heads, all key heads, all value heads
+        self.qkv_proj = linear(config.n_embd, 3 * config.n_embd)  # rows: all heads' queries, keys, values
         self.o_proj = linear(config.n_embd, config.n_embd)
         grid = config.pos_encodings == "grid"
         self.grid_bias = nn.Parameter(0.35 * torch.randn(config.n_head, 8)) if grid else None
@@ -248,7 +248,7 @@ def cell_loss(logits, labels, kind="stablemax"):
 
 
 def act_loss(outputs, carry, kind="stablemax"):
-    """Cell loss and Q losses of one segment, summed over rows. Returns (loss, metrics); metrics: name -> (total, count).
+    """Cell loss and Q losses of one segment, summed over rows -> (loss, metrics); metrics: name -> (total, count).
 
     A row's cell loss is the mean over its labelled cells. Losses are told of all rows; the other metrics of the rows
     that halted in this segment and have a label.
@@ -524,7 +524,7 @@ class HRM(nn.Module):
         return (answer, segments, torch.stack(answers), torch.stack(p_halt)) if trace else (answer, segments)
 
     def evaluate(self, batches, depths=None, act=False):
-        """Score labelled puzzles after given numbers of segments (default [halt_max_steps]). batches: dicts as for step.
+        """Score labelled puzzles after given numbers of segments (default [halt_max_steps]). batches: as for step.
 
         Returns depth -> name -> (N,) float tensor on the CPU, a value per puzzle in order: exact_accuracy (is the
         whole puzzle right), accuracy (share of right cells), segments used. act: stop each row by its Q values.
@@ -608,7 +608,7 @@ def _config_from_shapes(state, path):
 
 
 NANO = dict(n_embd=128, n_head=4, H_layers=1, L_layers=1, expansion=2, pos_encodings="grid", puzzle_emb_ndim=0,
-            H_cycles=1, L_cycles=1, halt_exploration_prob=1.0, q_target="none", loss="softmax")
+            H_cycles=1, L_cycles=1, halt_exploration_prob=0.3, q_target="none", loss="softmax")
 
 PRESETS = {  # parameters for Sudoku; train.py has the recipe that goes with each
     "nano": HRMConfig(**NANO),  # 331 thousand: 9x9 boards in minutes on a CPU; with one L and one H update, both graded

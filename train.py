@@ -1,25 +1,27 @@
 """Train, evaluate and use every model of this project: one script, flags only.
 
-    python train.py --model hrm --data sudoku                                a small HRM on 9x9 Sudoku, minutes on a laptop
-    python train.py --model hrm --data sudoku --preset nano-6x6              6x6 boards, a minute or two
-    python train.py --model hrm --data sudoku --preset paper                 the paper's 27M model on extreme puzzles (CUDA)
-    python train.py --model hrm --data sudoku --init_from resume             go on where the newest run stopped
-    python train.py --model hrm --data sudoku --eval_only                    score the newest run on its test split
-    python train.py --model hrm --data sudoku --solve 'PUZZLE or FILE'       solve a puzzle with the newest run
+    python train.py --model hrm --data sudoku                          a small HRM on 9x9 Sudoku, minutes on a laptop
+    python train.py --model hrm --data sudoku --preset nano-6x6        6x6 boards, a minute or two
+    python train.py --model hrm --data sudoku --preset paper           the paper's 27M model, extreme puzzles (CUDA)
+    python train.py --model hrm --data sudoku --init_from resume       go on where the newest run stopped
+    python train.py --model hrm --data sudoku --eval_only              score the newest run on its test split
+    python train.py --model hrm --data sudoku --solve 'PUZZLE or FILE' solve puzzles with the newest run
 
-Flags are the fields of three dataclasses: TrainConfig here, the model's config, the data's config. A value comes from the
-first of these that names it: the command line; the checkpoint, when a run is resumed, scored or used; the preset; the
-dataclass. `--model hrm --data sudoku --help` shows the values in force.
+Flags are the fields of three dataclasses: TrainConfig here, the model's config, the data's config. A value comes from
+the first of these that names it: the command line; the checkpoint, when a run is resumed, scored or used; the preset;
+the dataclass. `--model hrm --data sudoku --help` shows the values in force.
 
 The loop knows a model through one contract, the same for all of them
-    Model(config)                                     build
-    model.step(batch, carry)                          -> loss, metrics: name -> (total, count), carry (a dataclass or None)
-    model.configure_optimizers(lr, weight_decay, betas)      -> list of optimizers
-    model.evaluate(batches, depths, act)              -> depth -> name -> (N,) scores; the first name selects the best weights
-    Model.load_pretrained(path, **overrides)          published weights or a checkpoint of this script; pretrained_config(path)
-    model.parts_to_compile(), Model.Carry, Model.bar, Model.rate     what --compile compiles; what the bar shows, and per second
+    Model(config)                                         build
+    model.step(batch, carry)                              -> loss, metrics: name -> (total, count), carry
+    model.configure_optimizers(lr, weight_decay, betas)   -> list of optimizers
+    model.evaluate(batches, depths, act)                  -> depth -> name -> (N,) scores; the first name selects
+    Model.load_pretrained(path, **overrides)              published weights, or a checkpoint of this script
+    Model.pretrained_config(path)                         its config's fields, as a dict
+    model.parts_to_compile()                              what --compile compiles
+    Model.Carry, Model.bar, Model.rate                    the carry's class; metrics on the bar; the one per second
 and data through load(config, prepare), summary(), model_args, train_batch(index, batch_size, seed) and
-eval_batches(split, batch_size). A train batch is a pure function of its index: a run's position in the data is its step.
+eval_batches(split, batch_size). A train batch is a pure function of its index: a run's place in the data is its step.
 """
 
 import argparse
@@ -59,7 +61,7 @@ class TrainConfig:
     model: Literal["hrm"] = "hrm"  # the method
     data: Literal["sudoku"] = "sudoku"  # the task
     preset: str = ""  # named sizes and recipe of the model; empty = the one for this device
-    init_from: str = "scratch"  # scratch, resume (go on with a run), or the path of a checkpoint whose weights to start from
+    init_from: str = "scratch"  # scratch, resume (go on with a run), or a checkpoint whose weights to start from
     out_dir: str = ""  # folder of the run; empty = out/MODEL-DATA, numbered if that is taken
     eval_only: bool = False  # score a checkpoint on the test split and stop
     solve: str = ""  # a puzzle, or a file of puzzles, to solve with a checkpoint
@@ -93,12 +95,13 @@ USES = {"hrm": ("sudoku",)}  # the data that a model can learn from
 
 # What a preset sets beside the model: fields of TrainConfig and of the data's config.
 RECIPES = {
-    ("hrm", "nano"): dict(box="3x3", clues=40, max_steps=8000, decay_steps=8000, time_limit=10, ema=0.99),
-    ("hrm", "nano-6x6"): dict(box="2x3", clues=14, max_steps=3000, decay_steps=3000, time_limit=5, ema=0.99),
+    ("hrm", "nano"): dict(box="3x3", clues=40, max_steps=5000, decay_steps=5000, time_limit=10, ema=0.995),
+    ("hrm", "nano-6x6"): dict(box="2x3", clues=14, max_steps=2000, decay_steps=2000, time_limit=5, ema=0.995),
     ("hrm", "paper"): dict(box="3x3", source="extreme-1k", num_train=1000, num_test=-1, batch_size=384, lr=7e-5,
                            weight_decay=1.0, warmup_steps=2000, max_steps=52000, eval_interval=2000),
 }
-OF_THIS_CALL = ("init_from", "out_dir", "eval_only", "solve", "device", "dtype", "compile", "act_eval")  # never from a checkpoint
+# fields that belong to one call and are not taken from a checkpoint
+OF_THIS_CALL = ("init_from", "out_dir", "eval_only", "solve", "device", "act_eval")
 LOG_EVERY = 10  # steps between looks at the metrics: each look waits for the device
 
 
@@ -129,7 +132,8 @@ class Parser(argparse.ArgumentParser):
         if rest:
             word = rest[0].split("=")[0]
             near = difflib.get_close_matches(word, self._option_string_actions, n=1)
-            raise UserError(f"unknown flag or stray word {word}; " + (f"did you mean {near[0]}?" if near else "see --help"))
+            hint = f"did you mean {near[0]}?" if near else "see --help"
+            raise UserError(f"unknown flag or stray word {word}; {hint}")
         return values
 
 
@@ -144,22 +148,26 @@ def add_flags(parser, config_class, defaults):
     group = parser.add_argument_group(config_class.__name__)
     texts = dict(re.findall(r"^    (\w+):.*?#\s*(.*)$", inspect.getsource(config_class), flags=re.MULTILINE))
     for field in dataclasses.fields(config_class):
-        kind = dict(type=field.type, metavar=getattr(field.type, "__name__", "").upper(), default=defaults.get(field.name, field.default))
         if get_origin(field.type) is Literal:
-            kind |= dict(type=str, choices=get_args(field.type), metavar=None)
+            kind = dict(type=str, choices=get_args(field.type))
         elif field.type is bool:
-            kind |= dict(type=boolean, nargs="?", const=True)
-        group.add_argument(f"--{field.name}", help=f"{texts.get(field.name, '')} (now: %(default)s)".replace("% ", "%% "), **kind)
+            kind = dict(type=boolean, nargs="?", const=True, metavar="BOOL")
+        else:
+            kind = dict(type=field.type, metavar=field.type.__name__.upper())
+        text = texts.get(field.name, "").replace("%", "%%") + " (now: %(default)s)"
+        group.add_argument(f"--{field.name}", help=text, default=defaults.get(field.name, field.default), **kind)
 
 
 def parse(argv):
     """Command line -> (TrainConfig, model config, data config, path of the checkpoint to start from or None)."""
-    argv = [re.sub(r"^--[\w-]+", lambda flag: "--" + flag[0][2:].replace("-", "_"), word) for word in argv]  # --max-steps too
-    first = Parser(add_help=False, allow_abbrev=False)  # model, data, preset and checkpoint decide about the other defaults
+    # --max-steps means --max_steps
+    argv = [re.sub(r"^--[\w-]+", lambda flag: "--" + flag[0][2:].replace("-", "_"), word) for word in argv]
+    first = Parser(add_help=False, allow_abbrev=False)  # model, data, preset and checkpoint decide the other defaults
     add_flags(first, TrainConfig, {})
     known, _ = first.parse_known_args([word for word in argv if word not in ("-h", "--help")])
     if known.data not in USES[known.model]:
-        raise UserError(f"--model {known.model} cannot use --data {known.data}; it can use {', '.join(USES[known.model])}")
+        can = ", ".join(USES[known.model])
+        raise UserError(f"--model {known.model} cannot use --data {known.data}; it can use {can}")
     (model_class, model_config, presets), (data_config, _) = MODELS[known.model], DATA[known.data]
     path, saved = checkpoint_path(known), {}
     if path:
@@ -174,13 +182,14 @@ def parse(argv):
             defaults |= model_class.pretrained_config(path) | saved.get("data_config", {})
         if known.init_from == "resume" or known.eval_only or known.solve:  # else it is a new run, from old weights
             defaults |= {name: value for name, value in saved.get("config", {}).items() if name not in OF_THIS_CALL}
-    parser = Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False, usage="train.py --model MODEL --data DATA [flags]")
-    for config_class in (TrainConfig, model_config, data_config):
+    usage = "train.py --model MODEL --data DATA [flags]"
+    parser = Parser(description=__doc__.split("\n\n")[0], usage=usage, allow_abbrev=False)
+    classes = (TrainConfig, model_config, data_config)
+    for config_class in classes:
         add_flags(parser, config_class, defaults)
     values = vars(parser.parse_args(argv))
     with user_errors():
-        configs = [c(**{f.name: values[f.name] for f in dataclasses.fields(c)}) for c in (TrainConfig, model_config, data_config)]
-    return *configs, path
+        return *(c(**{f.name: values[f.name] for f in dataclasses.fields(c)}) for c in classes), path
 
 
 def parse_depths(text):
@@ -208,7 +217,8 @@ def checkpoint_path(known):
     if not folder:
         runs = glob.glob(os.path.join("out", f"{known.model}-{known.data}*", "last.pt"))
         if not runs:
-            raise UserError(f"no run of {known.model} on {known.data} under out; train one, or name a checkpoint with --init_from")
+            raise UserError(f"no run of {known.model} on {known.data} under out; train one, or name a checkpoint "
+                            "with --init_from")
         folder = os.path.dirname(max(runs, key=os.path.getmtime))
     for name in ("best.pt", "last.pt") if reads else ("last.pt",):
         if os.path.exists(os.path.join(folder, name)):
@@ -222,7 +232,8 @@ def new_folder(c):
     number = 1
     while os.path.exists(folder) and (not os.path.isdir(folder) or os.listdir(folder)):
         if c.out_dir:
-            raise UserError(f"--out_dir {folder} is not an empty folder; go on with its run by --init_from resume, or name another")
+            raise UserError(f"--out_dir {folder} is not an empty folder; go on with its run by --init_from resume, "
+                            "or name another")
         number += 1
         folder = f"{first}-{number}"
     if number > 1:
@@ -244,11 +255,13 @@ def read_checkpoint(path):
 def check_saved(saved, known, path):
     """A checkpoint of another model, or of weights alone where a run is to go on, is an error now rather than later."""
     if known.init_from == "resume" and "optimizers" not in saved:
-        raise UserError(f"{path} holds weights only, which cannot be resumed; start a new run from them with --init_from {path}")
+        raise UserError(f"{path} holds weights only, which cannot be resumed; start a new run from them with "
+                        f"--init_from {path}")
     for name in ("model", "data"):
         theirs = saved.get("config", {}).get(name, getattr(known, name))
         if theirs != getattr(known, name):
-            raise UserError(f"{path} is a run with --{name} {theirs}, not {getattr(known, name)}; give --{name} {theirs}")
+            raise UserError(f"{path} is a run with --{name} {theirs}, not {getattr(known, name)}; "
+                            f"give --{name} {theirs}")
 
 
 def check_fit(model_config, args, path):
@@ -256,8 +269,8 @@ def check_fit(model_config, args, path):
     for name in ("vocab_size", "seq_len", "num_puzzle_identifiers"):
         ours = getattr(model_config, name, None)
         if name in args and ours != args[name]:
-            raise UserError(f"{path} was trained with {name} {ours}, but this data has {args[name]}; choose the data it was trained "
-                            "on (for Sudoku see --box)")
+            raise UserError(f"{path} was trained with {name} {ours}, but this data has {args[name]}; choose the data "
+                            "it was trained on (for Sudoku see --box)")
 
 
 class Log:
@@ -293,17 +306,24 @@ class Machine:
 
 def default_preset(device, presets):
     """A CPU or a Mac takes the first preset, a CUDA machine the last: the largest that trains on a 24 GB card."""
-    return list(presets)[-1 if pick_device(device).type == "cuda" else 0]
+    return list(presets)[-1 if device_name(device).startswith("cuda") else 0]
+
+
+def device_name(name):
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
 
 
 def pick_device(name):
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    """The torch.device that `auto` or a name means, tried out; UserError if it cannot be used."""
+    name = device_name(name)
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device {name}: {str(error).splitlines()[0][:100]}; use cpu, cuda, cuda:N, mps or auto") from None
+        reason = str(error).splitlines()[0][:100]
+        raise UserError(f"--device {name}: {reason}; use cpu, cuda, cuda:N, mps or auto") from None
     return device
 
 
@@ -399,7 +419,7 @@ def print_scores(title, scores, sources=None):
 
 
 def show_thinking(model, data, c, machine, inputs, labels=None):
-    """Draw the answer of each puzzle after every segment that changed it, and the verdict. inputs, labels (B, T) integer."""
+    """Draw each puzzle's answer after every segment that changed it, and the verdict. inputs, labels (B, T) integer."""
     color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     with machine.autocast():
         tokens = torch.as_tensor(inputs).to(machine.device)
@@ -409,7 +429,8 @@ def show_thinking(model, data, c, machine, inputs, labels=None):
         path = answers[: segments[i], i]
         changed = [n for n in range(len(path)) if n == 0 or (path[n] != path[n - 1]).any()]
         boards = [("the puzzle", data.draw(puzzle, puzzle, None, color))]
-        boards += [(f"segment {n + 1}", data.draw(puzzle, path[n], labels if labels is None else labels[i], color)) for n in changed]
+        label = None if labels is None else labels[i]
+        boards += [(f"segment {n + 1}", data.draw(puzzle, path[n], label, color)) for n in changed]
         print_side_by_side(boards, len(data.draw(puzzle, puzzle, None, False).splitlines()[0]))
         legal, verdict = data.verdict(puzzle, path[-1])
         print(f"{'solved' if legal else 'not solved'}: {verdict} | {len(path)} segments, the last change in segment "
@@ -468,8 +489,8 @@ class Trainer:
         return self.describe() | {
             "model": self.model.state_dict(), "ema": self.averaged.state_dict() if self.averaged else None,
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers], "scaler": self.scaler.state_dict(),
-            "carry": vars(self.carry) if self.carry else None, "step": self.step, "elapsed": self.elapsed, "best": self.best,
-            "rng": rng_state()}
+            "carry": vars(self.carry) if self.carry else None, "rng": rng_state(),
+            "step": self.step, "elapsed": self.elapsed, "best": self.best}
 
     def describe(self):
         return {name: asdict(config) for name, config in zip(("config", "model_config", "data_config"), self.configs)}
@@ -487,9 +508,10 @@ class Trainer:
         self.step, self.elapsed, self.best = saved["step"], saved["elapsed"], saved["best"]
         if saved["carry"]:
             self.carry = self.model.Carry(**to_device(saved["carry"], self.machine.device))
-        if self.c.batch_size != saved["config"]["batch_size"]:
-            raise UserError(f"--batch_size {self.c.batch_size}: this run has {saved['config']['batch_size']} puzzles in work; "
-                            "resume with that, or start a new run from its weights with --init_from PATH")
+        theirs = saved["config"]["batch_size"]
+        if self.c.batch_size != theirs:
+            raise UserError(f"--batch_size {self.c.batch_size}: this run has {theirs} puzzles in work; resume with "
+                            "that, or start a new run from its weights with --init_from PATH")
         set_rng_state(saved["rng"])
 
     def save(self, name, content):
@@ -499,7 +521,7 @@ class Trainer:
     def uncompile(self, error):
         """torch.compile only makes it faster: when it fails, say so and go on without it."""
         reason = (str(error).splitlines() or [""])[0][:200]
-        print(f"warning: --compile failed ({type(error).__name__}: {reason}); going on without it", file=sys.stderr)
+        tqdm.write(f"warning: --compile failed ({type(error).__name__}: {reason}); going on without it", sys.stderr)
         for module in self.model.modules():
             module._compiled_call_impl = None
         self.model.zero_grad()
@@ -542,8 +564,8 @@ class Trainer:
         """Step until a limit or a signal. Returns the signal's name, or None."""
         stop, started, pending, recent = StopSignal(), time.monotonic() - self.elapsed, [], deque(maxlen=100)
         limit = self.c.max_steps if self.c.max_steps >= 0 else None
-        bar = tqdm(total=limit, initial=self.step, bar_format="{n_fmt}/{total_fmt} {bar:10} {postfix}" if limit else "{n_fmt} {postfix}",
-                   dynamic_ncols=True, mininterval=0.5 if sys.stderr.isatty() else 30)
+        bar = tqdm(total=limit, initial=self.step, mininterval=0.5 if sys.stderr.isatty() else 30,
+                   bar_format="{n_fmt}/{total_fmt} {bar:10} {postfix}" if limit else "{n_fmt} {postfix}")
         self.model.train()
         while not (self.finished() or stop.name):
             metrics = self.one_step()
@@ -559,7 +581,9 @@ class Trainer:
                 tqdm.write(f"step {self.step} | {clock(self.elapsed)} | {self.validate()}")
                 self.elapsed = time.monotonic() - started
                 self.save("last.pt", self.content())
-        if stop.name:
+        if not stop.name and self.best is None:  # a limit of no steps at all
+            self.validate()
+        if stop.name or not self.step:
             self.save("last.pt", self.content())
         bar.close()
         return stop.name
@@ -569,13 +593,16 @@ class Trainer:
 
     def flush(self, pending):
         """Log the steps in `pending` and empty it. Returns [(elapsed, name -> (total, count))], numbers."""
-        steps = [(step, t, {name: (float(a), float(b)) for name, (a, b) in named.items()}) for step, t, named in pending]
+        steps = []
+        for step, t, named in pending:
+            steps.append((step, t, {name: (float(total), float(count)) for name, (total, count) in named.items()}))
         pending.clear()
         for step, _, named in steps:
             if not math.isfinite(named["loss"][0]):
                 kept = os.path.join(self.folder, "last.pt")
                 kept = f"the last good checkpoint is {kept}" if os.path.exists(kept) else "nothing was saved yet"
-                raise UserError(f"the loss of step {step} is {named['loss'][0]}; {kept}; try a lower --lr than {self.c.lr:g}")
+                raise UserError(f"the loss of step {step} is {named['loss'][0]}; {kept}; "
+                                f"try a lower --lr than {self.c.lr:g}")
         self.log.write({"step": step, "elapsed": round(t, 3), "lr": self.c.lr * lr_factor(self.c, step - 1)}
                        | {name: a / b if b else None for name, (a, b) in named.items()} for step, t, named in steps)
         return [(t, named) for _, t, named in steps]
@@ -591,8 +618,8 @@ class Trainer:
         left = [self.c.time_limit * 60 - self.elapsed] if self.c.time_limit >= 0 else []
         if self.c.max_steps >= 0:  # at the pace so far, validations included
             left.append((self.c.max_steps - self.step) * self.elapsed / self.step)
-        parts += [f"{done / max(seconds, 1e-9):,.0f} {self.model.rate}/s"] + ([f"{clock(min(left))} left"] if left else [])
-        return " | ".join(parts)
+        parts.append(f"{done / max(seconds, 1e-9):,.0f} {self.model.rate}/s")
+        return " | ".join(parts + ([f"{clock(min(left))} left"] if left else []))
 
     def validate(self):
         """Score the validation split at the deepest depth; keep the weights if they are the best so far."""
@@ -603,7 +630,8 @@ class Trainer:
         if self.best is None or sign * named[first] > sign * self.best[first]:
             self.best = {"step": self.step, **named}
             self.save("best.pt", self.describe() | {"model": self.scored.state_dict(), "best": self.best})
-        self.log.write([{"step": self.step, "elapsed": round(self.elapsed, 3)} | {f"val_{k}": v for k, v in named.items()}])
+        line = {"step": self.step, "elapsed": round(self.elapsed, 3)}
+        self.log.write([line | {f"val_{name}": value for name, value in named.items()}])
         return " | ".join(f"val {name} {value:.4f}" for name, value in named.items())
 
     def report(self):
@@ -656,8 +684,9 @@ def run(argv):
             configs[1] = dataclasses.replace(model_config, **data.model_args)
             model = Model(configs[1])
     model.to(device)
-    print(f"{c.model} on {c.data}, preset {c.preset}, {sum(p.numel() for p in model.parameters()):,} parameters | {device} in "
-          f"{machine.reason} | torch {torch.__version__}, numpy {np.__version__}, python {sys.version.split()[0]}")
+    count = sum(p.numel() for p in model.parameters())
+    print(f"{c.model} on {c.data}, preset {c.preset}, {count:,} parameters | {device} in {machine.reason} | "
+          f"torch {torch.__version__}, numpy {np.__version__}, python {sys.version.split()[0]}")
     print("model " + json.dumps(asdict(configs[1])) + (f", from {path}" if path else ""))
     if c.solve:
         return solve(c, model, data, machine)
@@ -702,7 +731,7 @@ def main(argv=None):
             raise
         message = f"out of memory: {str(error).splitlines()[0][:150]}; try half the --batch_size"
     except KeyboardInterrupt:
-        message = "interrupted before there was anything to save"
+        message = "interrupted"
     print(f"train.py: error: {message}", file=sys.stderr)
     return 2
 

@@ -1,4 +1,4 @@
-"""Settings for all tests: the project's root on the path, few threads, so that the suite runs the same on a busy machine."""
+"""Settings for all tests: the project's root on the path, few threads, for busy machines."""
 
 import os
 import sys

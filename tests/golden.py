@@ -1,4 +1,4 @@
-"""Find and read the golden sets: small inputs and outputs of the public reference implementations (conventions in golden/README.md).
+"""Find and read the golden sets: small inputs and outputs of the public reference implementations.
 
 The folder is tests/golden, or the one that the environment variable GOLDEN_DIR names; every set found there is checked.
 """
@@ -23,7 +23,7 @@ def settings(name):
 
 
 def arrays(name):
-    """All arrays of an .npz as a dict of tensors; integers as int64, which is what indexing takes. None if there is no such file."""
+    """All arrays of an .npz as a dict of tensors, integers as int64; None if there is no such file."""
     path = FOLDER / f"{name}.npz"
     if not path.exists():
         return None
