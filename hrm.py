@@ -573,14 +573,16 @@ def _read_checkpoint(path):
     """Path -> (HRMConfig fields as a dict, state dict in this file's names)."""
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, OSError, ValueError, pickle.UnpicklingError) as error:
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError, pickle.UnpicklingError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0][:100]
         raise ValueError(f"{path}: not a readable checkpoint ({reason}); give one saved by torch.save") from None
-    saved = saved if isinstance(saved, dict) else {}
-    own = "model_config" in saved  # train.py's; the averaged weights are the better ones
-    weights = (saved.get("ema") or saved["model"]) if own else saved
-    state = {_plain_name(k): v for k, v in weights.items() if k != "n_averaged"}
-    return saved["model_config"] if own else _config_from_shapes(state, path), state
+    weights = saved = saved if isinstance(saved, dict) else {}
+    if "model_config" in saved:  # train.py's; the averaged weights are the better ones
+        weights = saved.get("ema") or saved["model"]
+        if unknown := saved["model_config"].keys() - HRMConfig.__dataclass_fields__.keys():
+            raise ValueError(f"{path}: has the setting {min(unknown)}, so it is no HRM checkpoint; give the path of one")
+    state = {_plain_name(str(k)): v for k, v in weights.items() if isinstance(v, torch.Tensor) and k != "n_averaged"}
+    return saved.get("model_config") or _config_from_shapes(state, path), state
 
 
 def _plain_name(key):
