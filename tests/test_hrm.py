@@ -997,6 +997,7 @@ JUNK = {
     "empty": b"",
     "text": b"hello, this is no checkpoint\n",
     "json": b'{"a": 1}',
+    "published puzzles": b"source,question,answer,rating\n",
     "broken zip": b"PK\x03\x04" + b"\0" * 60,
     "pickle that would run code": pickle.dumps(os.system, protocol=2),
     "noise": bytes(range(256)),
