@@ -72,6 +72,9 @@ class HRMConfig:
     puzzle_emb_weight_decay: float = 1.0  # its decay, scaled by that rate
 
     def __post_init__(self):
+        for name in ("n_embd", "n_head", "H_layers", "L_layers", "H_cycles", "L_cycles", "halt_max_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)}: must be at least 1")
         if self.n_embd % (2 * self.n_head):
             raise ValueError(f"n_embd {self.n_embd} with n_head {self.n_head}: heads must have a whole, even size; "
                              f"make n_embd a multiple of {2 * self.n_head}")

@@ -87,6 +87,13 @@ class TrainConfig:
     depths: str = "1,2,4,8,16"  # depths (segments) of the test table; the best weights are chosen at the deepest
     act_eval: bool = False  # let the model itself decide when to stop, in evaluation and with --solve
 
+    def __post_init__(self):
+        for name, least, most in (("batch_size", 1, math.inf), ("eval_batch_size", 1, math.inf), ("lr", 0, math.inf),
+                                  ("ema", 0, 0.99999), ("beta1", 0, 0.99999), ("beta2", 0, 0.99999)):
+            if not least <= getattr(self, name) <= most:
+                wanted = f"at least {least}" if most == math.inf else f"from {least} to below 1"
+                raise ValueError(f"--{name} {getattr(self, name)}: must be {wanted}")
+
 
 MODELS = {"hrm": (hrm.HRM, hrm.HRMConfig, hrm.PRESETS)}
 DATA = {"sudoku": (sudoku.SudokuConfig, sudoku.load)}
@@ -691,6 +698,9 @@ def run(argv):
     if c.solve:
         return solve(c, model, data, machine)
     print("\n".join(data.summary()))
+    for split in ("test",) if c.eval_only else ("train", "val", "test"):
+        if not len(getattr(data, split)):
+            raise UserError(f"the {split} split is empty; ask for at least one puzzle with --num_{split}")
     if c.eval_only:
         scores = evaluate(model, data, "test", c, machine, parse_depths(c.depths))
         return print_scores("test split", scores, data.test.source)

@@ -247,7 +247,9 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path, cache, run):
     (["--loss", "hinge"], ["hinge", "stablemax", "softmax"]), (["--preset", "huge"], ["huge", "nano", "paper"]),
     (["--device", "abacus"], ["abacus", "cpu"]), (["--depths", "0,x"], ["0,x", "1,2,4"]), (["stray"], ["stray"]),
     (["--n_head", "5"], ["n_embd 32", "n_head 5"]), (["--grad_updates", "9"], ["9", "2"]), (["--box", "4x9"], ["4x9"]),
-    (["--compile", "perhaps"], ["perhaps"]), (["--data", "chess"], ["chess", "sudoku"]), (["--model", "x"], ["hrm"]),
+    (["--compile", "perhaps"], ["perhaps"]), (["--batch_size", "0"], ["batch_size 0"]), (["--ema", "2"], ["ema 2"]),
+    (["--num_val", "0"], ["--num_val"]), (["--halt_max_steps", "0"], ["halt_max_steps 0"]),
+    (["--data", "chess"], ["chess", "sudoku"]), (["--model", "x"], ["hrm"]),
     (["--data_file", "nowhere.csv"], ["nowhere.csv"]), (["--eval_only"], ["no run of hrm on sudoku"]),
     (["--init_from", "resume"], ["no run"]), (["--solve", PUZZLE], ["no run"])])
 def test_a_mistake_in_a_flag_is_one_line(run, flags, words):
