@@ -75,6 +75,9 @@ class HRMConfig:
         for name in ("n_embd", "n_head", "H_layers", "L_layers", "H_cycles", "L_cycles", "halt_max_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)}: must be at least 1")
+        if self.expansion <= 0 or self.puzzle_emb_ndim < 0:
+            raise ValueError(f"expansion {self.expansion} must be above 0, puzzle_emb_ndim {self.puzzle_emb_ndim} "
+                             "at least 0")
         if self.n_embd % (2 * self.n_head):
             raise ValueError(f"n_embd {self.n_embd} with n_head {self.n_head}: heads must have a whole, even size; "
                              f"make n_embd a multiple of {2 * self.n_head}")
@@ -577,11 +580,11 @@ def _read_checkpoint(path):
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # foreign bytes break the reader in any way: KeyError, IndexError, struct.error
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:100]
-        raise ValueError(f"{path}: not a readable checkpoint ({reason}); give one saved by torch.save") from None
+        kind = type(error).__name__
+        raise ValueError(f"{path}: not a readable checkpoint ({kind}); give one saved by torch.save") from None
     weights = saved = saved if isinstance(saved, dict) else {}
-    if "model_config" in saved:  # train.py's; the averaged weights are the better ones
-        weights = saved.get("ema") or saved["model"]
+    if isinstance(saved.get("model_config"), dict):  # train.py's; the averaged weights are the better ones
+        weights = saved.get("ema") or saved.get("model") or {}
         if unknown := saved["model_config"].keys() - HRMConfig.__dataclass_fields__.keys():
             raise ValueError(f"{path}: has the setting {min(unknown)}, so it is no HRM checkpoint; give one")
     state = {_plain_name(str(k)): v for k, v in weights.items() if isinstance(v, torch.Tensor) and k != "n_averaged"}
@@ -599,8 +602,8 @@ def _config_from_shapes(state, path):
     """HRMConfig fields of a published state dict."""
     down = "level.layers.0.mlp.down_proj.weight"
     for name in ("embed_tokens.weight", f"H_{down}", f"L_{down}"):
-        if name not in state:
-            raise ValueError(f"{path}: holds no {name}, so it is no HRM checkpoint; give the path of one")
+        if name not in state or state[name].ndim != 2:
+            raise ValueError(f"{path}: holds no matrix {name}, so it is no HRM checkpoint; give the path of one")
     V, C = state["embed_tokens.weight"].shape
     ids, ndim = state["puzzle_emb.weights"].shape if "puzzle_emb.weights" in state else (1, 0)
     n_layers = {x: 1 + max(int(k.split(".")[2]) for k in state if k.startswith(f"{x}_level.")) for x in "HL"}

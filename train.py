@@ -88,7 +88,8 @@ class TrainConfig:
     act_eval: bool = False  # let the model itself decide when to stop, in evaluation and with --solve
 
     def __post_init__(self):
-        for name, least, most in (("batch_size", 1, math.inf), ("eval_batch_size", 1, math.inf), ("lr", 0, math.inf),
+        for name, least, most in (("seed", 0, math.inf), ("batch_size", 1, math.inf),
+                                  ("eval_batch_size", 1, math.inf), ("lr", 0, math.inf),
                                   ("ema", 0, 0.99999), ("beta1", 0, 0.99999), ("beta2", 0, 0.99999)):
             if not least <= getattr(self, name) <= most:
                 wanted = f"at least {least}" if most == math.inf else f"from {least} to below 1"
@@ -117,10 +118,10 @@ class UserError(Exception):
 
 @contextlib.contextmanager
 def user_errors():
-    """ValueErrors of the model and data modules are mistakes of the user's."""
+    """ValueErrors of the model and data modules are mistakes of the user's; so are folders that cannot be written."""
     try:
         yield
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise UserError(str(error)) from None
 
 
@@ -179,7 +180,10 @@ def parse(argv):
     if path:
         saved = read_checkpoint(path)
         check_saved(saved, known, path)
-    preset = known.preset or saved.get("config", {}).get("preset") or default_preset(known.device, presets)
+    preset = known.preset or saved.get("config", {}).get("preset")
+    if not preset:  # published weights are of the largest, whatever this machine is
+        published = path and "model_config" not in saved
+        preset = list(presets)[-1] if published else default_preset(known.device, presets)
     if preset not in presets:
         raise UserError(f"--preset {preset}: {known.model} has {', '.join(presets)}; choose one of these")
     defaults = asdict(presets[preset]) | RECIPES.get((known.model, preset), {}) | {"preset": preset}
@@ -252,8 +256,8 @@ def read_checkpoint(path):
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # foreign bytes break the reader in any way: KeyError, IndexError, struct.error
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:100]
-        raise UserError(f"{path}: not a readable checkpoint ({reason}); give a file that train.py wrote") from None
+        kind = type(error).__name__
+        raise UserError(f"{path}: not a readable checkpoint ({kind}); give a file that train.py wrote") from None
     if not isinstance(saved, dict):
         raise UserError(f"{path}: holds a {type(saved).__name__}, not a checkpoint; give a file that train.py wrote")
     return saved
@@ -261,7 +265,8 @@ def read_checkpoint(path):
 
 def check_saved(saved, known, path):
     """A checkpoint of another model, or of weights alone where a run is to go on, is an error now rather than later."""
-    if known.init_from == "resume" and "optimizers" not in saved:
+    goes_on = known.init_from == "resume" and not (known.eval_only or known.solve)
+    if goes_on and "optimizers" not in saved:
         raise UserError(f"{path} holds weights only, which cannot be resumed; start a new run from them with "
                         f"--init_from {path}")
     for name in ("model", "data"):
@@ -273,9 +278,9 @@ def check_saved(saved, known, path):
 
 def check_fit(model_config, args, path):
     """A checkpoint and the data must agree on tokens, cells and ids."""
-    for name in ("vocab_size", "seq_len", "num_puzzle_identifiers"):
+    for name in ("vocab_size", "seq_len", "num_puzzle_identifiers", "box_rows", "box_cols"):
         ours = getattr(model_config, name, None)
-        if name in args and ours != args[name]:
+        if ours and name in args and ours != args[name]:  # no boxes: published weights do not know of any
             raise UserError(f"{path} was trained with {name} {ours}, but this data has {args[name]}; choose the data "
                             "it was trained on (for Sudoku see --box)")
 
@@ -483,7 +488,7 @@ class Trainer:
         if saved:
             self.restore(saved)
         self.log = Log(folder, self.step)
-        self.unproven = c.compile  # compiled, but no step has worked yet
+        self.compiled = self.unproven = c.compile  # unproven: compiled, but no step has worked yet
         if c.compile:
             try:
                 for part in model.parts_to_compile():
@@ -511,7 +516,8 @@ class Trainer:
                 group.update(values)  # a flag of this call wins over the saved value
         if self.averaged and saved["ema"]:
             self.averaged.load_state_dict(saved["ema"])
-        self.scaler.load_state_dict(saved["scaler"])
+        if saved["scaler"]:  # empty unless that run was in float16
+            self.scaler.load_state_dict(saved["scaler"])
         self.step, self.elapsed, self.best = saved["step"], saved["elapsed"], saved["best"]
         if saved["carry"]:
             self.carry = self.model.Carry(**to_device(saved["carry"], self.machine.device))
@@ -532,7 +538,7 @@ class Trainer:
         for module in self.model.modules():
             module._compiled_call_impl = None
         self.model.zero_grad()
-        self.unproven = False
+        self.compiled = self.unproven = False
 
     def forward_backward(self, batch):
         with self.machine.autocast():
@@ -572,7 +578,7 @@ class Trainer:
         stop, started, pending, recent = StopSignal(), time.monotonic() - self.elapsed, [], deque(maxlen=100)
         limit = self.c.max_steps if self.c.max_steps >= 0 else None
         bar = tqdm(total=limit, initial=self.step, mininterval=0.5 if sys.stderr.isatty() else 30,
-                   bar_format="{n_fmt}/{total_fmt} {bar:10} {postfix}" if limit else "{n_fmt} {postfix}")
+                   bar_format="{n_fmt}/{total_fmt} {bar:10} {desc}" if limit else "{n_fmt} {desc}")
         self.model.train()
         while not (self.finished() or stop.name):
             metrics = self.one_step()
@@ -580,7 +586,7 @@ class Trainer:
             pending.append((self.step, self.elapsed, metrics))
             if len(pending) == LOG_EVERY or self.finished() or stop.name:
                 recent.extend(self.flush(pending))
-                bar.set_postfix_str(self.progress(recent), refresh=False)
+                bar.set_description_str(self.progress(recent), refresh=False)
             bar.update()
             due = self.c.eval_interval > 0 and self.step % self.c.eval_interval == 0
             if (due or self.finished()) and not stop.name:
@@ -591,6 +597,7 @@ class Trainer:
         if not stop.name and self.best is None:  # a limit of no steps at all
             self.validate()
         if stop.name or not self.step:
+            self.flush(pending)  # the signal may have come after this step's look at them
             self.save("last.pt", self.content())
         bar.close()
         return stop.name
@@ -630,7 +637,14 @@ class Trainer:
 
     def validate(self):
         """Score the validation split at the deepest depth; keep the weights if they are the best so far."""
-        scores = evaluate(self.scored, self.data, "val", self.c, self.machine, [parse_depths(self.c.depths)[-1]])
+        what = (self.scored, self.data, "val", self.c, self.machine, [parse_depths(self.c.depths)[-1]])
+        try:
+            scores = evaluate(*what)
+        except Exception as error:  # other shapes and no gradient: the blocks are compiled once more
+            if not self.compiled:
+                raise
+            self.uncompile(error)
+            scores = evaluate(*what)
         ((_, named),) = scores.items()
         named = means(named)
         first, sign = next(iter(named)), 1 if "accuracy" in next(iter(named)) else -1
@@ -704,6 +718,8 @@ def run(argv):
     if c.eval_only:
         scores = evaluate(model, data, "test", c, machine, parse_depths(c.depths))
         return print_scores("test split", scores, data.test.source)
+    with user_errors():
+        os.makedirs(folder, exist_ok=True)
     trainer = Trainer(configs, model, data, machine, folder, read_checkpoint(path) if c.init_from == "resume" else None)
     print(f"run folder {folder}" + (f", going on at step {trainer.step}" if trainer.step else ""), flush=True)
     if stopped := trainer.train():
