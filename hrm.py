@@ -612,14 +612,16 @@ def _config_from_shapes(state, path):
         seq_len = len(state["embed_pos.weight"]) - -(-ndim // C)
     return dict(vocab_size=V, seq_len=seq_len, n_embd=C, n_head=max(C // 64, 1), H_layers=n_layers["H"],
                 L_layers=n_layers["L"], expansion=state[f"H_{down}"].shape[1] * 1.5 / C, puzzle_emb_ndim=ndim,
-                num_puzzle_identifiers=ids, pos_encodings="learned" if learned else "rope")
+                num_puzzle_identifiers=ids, pos_encodings="learned" if learned else "rope", box_rows=0, box_cols=0)
 
 
 NANO = dict(n_embd=128, n_head=4, H_layers=1, L_layers=1, expansion=2, pos_encodings="grid", puzzle_emb_ndim=0,
             H_cycles=1, L_cycles=1, halt_exploration_prob=0.3, q_target="none", loss="softmax")
 
 PRESETS = {  # parameters for Sudoku; train.py has the recipe that goes with each
-    "nano": HRMConfig(**NANO),  # 331 thousand: 9x9 boards in minutes on a CPU; with one L and one H update, both graded
-    "nano-6x6": HRMConfig(seq_len=36, **NANO),  # 330 thousand: 6x6 boards in a minute or two
+    # 331 thousand: 9x9 boards in minutes on a CPU. One L and one H update per segment, both with gradient
+    "nano": HRMConfig(box_rows=3, box_cols=3, **NANO),
+    # 330 thousand: 6x6 boards
+    "nano-6x6": HRMConfig(vocab_size=8, seq_len=36, box_rows=2, box_cols=3, **NANO),
     "paper": HRMConfig(),  # 27,275,266, as published
 }

@@ -88,12 +88,16 @@ class TrainConfig:
     act_eval: bool = False  # let the model itself decide when to stop, in evaluation and with --solve
 
     def __post_init__(self):
-        for name, least, most in (("seed", 0, math.inf), ("batch_size", 1, math.inf),
-                                  ("eval_batch_size", 1, math.inf), ("lr", 0, math.inf),
-                                  ("ema", 0, 0.99999), ("beta1", 0, 0.99999), ("beta2", 0, 0.99999)):
-            if not least <= getattr(self, name) <= most:
-                wanted = f"at least {least}" if most == math.inf else f"from {least} to below 1"
-                raise ValueError(f"--{name} {getattr(self, name)}: must be {wanted}")
+        limits = {"seed": (0, 2**32 - 1), "batch_size": (1, 2**20), "eval_batch_size": (1, 2**20), "lr": (0, 1e38),
+                  "ema": (0, 0.99999), "beta1": (0, 0.99999), "beta2": (0, 0.99999), "weight_decay": (0, 1e3),
+                  "warmup_steps": (0, 2**40)}
+        or_off = ("max_steps", "time_limit", "decay_steps", "grad_clip", "eval_interval")
+        for name, (least, most) in limits.items():
+            if not least <= getattr(self, name) <= most:  # nan too
+                raise ValueError(f"--{name} {getattr(self, name)}: give {least} to {most:g}")
+        for name in or_off:
+            if not (getattr(self, name) == -1 or 0 <= getattr(self, name) <= 2**40):
+                raise ValueError(f"--{name} {getattr(self, name)}: give 0 or more, or -1 for none")
 
 
 MODELS = {"hrm": (hrm.HRM, hrm.HRMConfig, hrm.PRESETS)}
@@ -332,7 +336,7 @@ def pick_device(name):
     name = device_name(name)
     try:
         device = torch.device(name)
-        torch.empty(1, device=device)
+        torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0][:100]
         raise UserError(f"--device {name}: {reason}; use cpu, cuda, cuda:N, mps or auto") from None
@@ -648,7 +652,8 @@ class Trainer:
         ((_, named),) = scores.items()
         named = means(named)
         first, sign = next(iter(named)), 1 if "accuracy" in next(iter(named)) else -1
-        if self.best is None or sign * named[first] > sign * self.best[first]:
+        compared = [first] + [name for name in named if "accuracy" in name and name != first]  # the rest break ties
+        if self.best is None or [sign * named[n] for n in compared] > [sign * self.best[n] for n in compared]:
             self.best = {"step": self.step, **named}
             self.save("best.pt", self.describe() | {"model": self.scored.state_dict(), "best": self.best})
         line = {"step": self.step, "elapsed": round(self.elapsed, 3)}
@@ -685,6 +690,8 @@ USAGE = """train.py trains, evaluates and uses the models of this project. For e
 
 def run(argv):
     c, model_config, data_config, path = parse(argv)
+    if not c.solve and any(word.split("=")[0] == "--solve" for word in argv):
+        raise UserError("--solve is empty; give a puzzle, or a file of puzzles")
     configs = [c, model_config, data_config]
     Model, load = MODELS[c.model][0], DATA[c.data][1]
     device = pick_device(c.device)

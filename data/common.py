@@ -110,8 +110,14 @@ def parse_table(lines, path):
     def field(fields, kind):
         return fields[column[kind]].strip() if column[kind] is not None and column[kind] < len(fields) else ""
 
-    table = csv.reader(text for _, text in lines[1:])
-    return [Row(number, *(field(fields, kind) for kind in column)) for (number, _), fields in zip(lines[1:], table)]
+    table = []
+    for number, text in lines[1:]:  # each line by itself, or an unbalanced quote would swallow the rows after it
+        try:
+            fields = next(csv.reader([text]))
+        except csv.Error as error:
+            raise ValueError(f"{path}: line {number}: {error}; give one puzzle per line") from None
+        table.append(Row(number, *(field(fields, kind) for kind in column)))
+    return table
 
 
 def report_bad_rows(reasons, rows, path, bad_rows, most=20):

@@ -470,3 +470,13 @@ def test_drawing_is_aligned_and_marks_wrong_cells(nine):
     assert "!" not in nine.draw(inputs, inputs, color=False), "an empty board is not wrong"
     colored = nine.draw(inputs, answer, label)
     assert "\033[31m8!" in colored and "\033[1m3 " in colored and "\033[32m9'" in colored
+
+
+def test_a_quote_that_is_not_closed_swallows_no_row(tmp_path):
+    lines = ['puzzle,source', '"' + "1" * 200_000, "....,a"]
+    path = tmp_path / "x.csv"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="line 2"):
+        common.parse_table(common.read_lines(path), path)
+    path.write_text('puzzle,source\n"1..,a\n....,b\n', encoding="utf-8")
+    assert [row.line for row in common.parse_table(common.read_lines(path), path)] == [2, 3]

@@ -375,7 +375,10 @@ def test_a_signal_in_the_final_evaluation_keeps_the_run(run, monkeypatch):
     (["--loss", "hinge"], ["hinge", "stablemax", "softmax"]), (["--preset", "huge"], ["huge", "nano", "paper"]),
     (["--device", "abacus"], ["abacus", "cpu"]), (["--depths", "0,x"], ["0,x", "1,2,4"]), (["stray"], ["stray"]),
     (["--n_head", "5"], ["n_embd 32", "n_head 5"]), (["--grad_updates", "9"], ["9", "2"]), (["--box", "4x9"], ["4x9"]),
-    (["--compile", "perhaps"], ["perhaps"]), (["--batch_size", "0"], ["batch_size 0"]), (["--ema", "2"], ["ema 2"]),
+    (["--compile", "perhaps"], ["perhaps"]), (["--seed", str(2**32)], ["seed"]), (["--device", "meta"], ["meta"]),
+    (["--weight_decay", "nan"], ["weight_decay nan"]), (["--max_steps", "-5"], ["max_steps -5"]),
+    (["--time_limit", "nan"], ["time_limit nan"]), (["--solve", ""], ["--solve is empty"]),
+    (["--batch_size", "0"], ["batch_size 0"]), (["--ema", "2"], ["ema 2"]),
     (["--num_val", "0"], ["--num_val"]), (["--halt_max_steps", "0"], ["halt_max_steps 0"]),
     (["--seed", "-1"], ["seed", "-1"]), (["--expansion", "0"], ["expansion", "0"]),
     (["--puzzle_emb_ndim", "-1"], ["puzzle_emb_ndim", "-1"]), (["--learning_rate", "1"], ["--learning_rate"]),
@@ -593,3 +596,16 @@ def test_results_are_told_by_source(run, tmp_path):
     (tmp_path / "mine.csv").write_text("puzzle,solution,source\n" + "\n".join(rows) + "\n", encoding="utf-8")
     code, out, _ = run("--eval_only", "--init_from", "a", "--test_file", "mine.csv", tiny=False)
     assert code == 0 and re.search(r"depth 4: easy +1 ", out) and re.search(r"depth 4: harder +1 ", out)
+
+
+def test_cells_decide_while_no_puzzle_is_right(run, monkeypatch):
+    """Whole puzzles select the best weights; while none is right, the share of right cells does."""
+    cells = iter([0.2, 0.4, 0.3])
+
+    def evaluate(*args):
+        return {4: {"exact_accuracy": torch.zeros(1), "accuracy": torch.tensor([next(cells, 0.0)])}}
+
+    monkeypatch.setattr(train, "evaluate", evaluate)
+    monkeypatch.setattr(train, "show_thinking", lambda *args: None)
+    assert run("--max_steps", 3, "--eval_interval", 1, "--out_dir", "a")[0] == 0
+    assert train.read_checkpoint("a/best.pt")["best"]["step"] == 2
