@@ -728,6 +728,9 @@ def run(argv):
     with user_errors():
         os.makedirs(folder, exist_ok=True)
     trainer = Trainer(configs, model, data, machine, folder, read_checkpoint(path) if c.init_from == "resume" else None)
+    if trainer.step and trainer.finished():
+        raise UserError(f"the run in {folder} has reached its limit at step {trainer.step}; raise --max_steps "
+                        f"({c.max_steps}) or --time_limit ({c.time_limit:g}), or score it with --eval_only")
     print(f"run folder {folder}" + (f", going on at step {trainer.step}" if trainer.step else ""), flush=True)
     if stopped := trainer.train():
         return print(f"{stopped}: saved at step {trainer.step}; go on with --init_from resume --out_dir {folder}")

@@ -261,9 +261,9 @@ def load(config, prepare=True):
 
     prepare False: no splits, which is enough to parse, draw and judge puzzles.
     """
-    box = validate(config)
     if not prepare:
-        return SudokuData(config, box)
+        return SudokuData(config, parse_box(config.box))
+    box = validate(config)
     fields = dataclasses.asdict(config)
     for name in ("data_dir", "augment", "data_file", "test_file"):  # files count by what is in them, not by their name
         del fields[name]

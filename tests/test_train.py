@@ -598,6 +598,13 @@ def test_results_are_told_by_source(run, tmp_path):
     assert code == 0 and re.search(r"depth 4: easy +1 ", out) and re.search(r"depth 4: harder +1 ", out)
 
 
+def test_a_finished_run_is_not_run_again(run):
+    assert run("--max_steps", 3, "--out_dir", "a")[0] == 0
+    before = log("a")
+    fails(run("--init_from", "resume", "--out_dir", "a", tiny=False), "limit at step 3", "--max_steps (3)", "--eval_only")
+    assert log("a") == before
+
+
 def test_cells_decide_while_no_puzzle_is_right(run, monkeypatch):
     """Whole puzzles select the best weights; while none is right, the share of right cells does."""
     cells = iter([0.2, 0.4, 0.3])
