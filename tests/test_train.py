@@ -601,7 +601,8 @@ def test_results_are_told_by_source(run, tmp_path):
 def test_a_finished_run_is_not_run_again(run):
     assert run("--max_steps", 3, "--out_dir", "a")[0] == 0
     before = log("a")
-    fails(run("--init_from", "resume", "--out_dir", "a", tiny=False), "limit at step 3", "--max_steps (3)", "--eval_only")
+    again = run("--init_from", "resume", "--out_dir", "a", tiny=False)
+    fails(again, "limit at step 3", "--max_steps (3)", "--eval_only")
     assert log("a") == before
 
 
