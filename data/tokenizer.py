@@ -22,9 +22,9 @@ import json
 import os
 import re
 import unicodedata
+import warnings
 from collections import Counter, defaultdict
 
-import regex  # tiktoken requires it; Python's re knows no \p{L}
 import tiktoken
 
 EOT = "<|endoftext|>"
@@ -50,8 +50,8 @@ class Tokenizer:
         pairs = [*zip(self.ids, self.tokens), *((number, token) for token, number in self.unused.items()),
                  *((number, text.encode("utf-8")) for text, number in self.specials.items())]
         self._bytes = dict(pairs)
-        if len(self._bytes) < len(pairs) or min(self._bytes) < 0:
-            raise ValueError("two tokens share an id, or an id is negative: the tokenizer is damaged, make it anew")
+        if len(self._bytes) < len(pairs) or len(self.ids) != len(self.tokens) or min(self._bytes) < 0:
+            raise ValueError("two tokens share an id, or one has none or a negative one: make the tokenizer anew")
         self.vocab_size = max(self._bytes) + 1
         ascending = all(a < b for a, b in zip(self.ids, self.ids[1:]))
         self._id_of_rank = None if ascending else self.ids  # only the order of ranks counts: use ids where they have it
@@ -168,15 +168,23 @@ def train_tokenizer(texts, vocab_size):
     """
     if vocab_size < 257:
         raise ValueError(f"a BPE vocabulary of {vocab_size} is too small: give 257 (256 bytes, 1 end of text) or more")
-    words = Counter()
+    words, splitter = Counter(), _splitter(PATTERN)
     for text in texts:
-        words.update(regex.findall(PATTERN, text))
+        words.update(splitter.findall(text))
     tokens = _learn_merges([list(word.encode("utf-8", "replace")) for word in words], list(words.values()),
                            vocab_size - 1)
     if len(tokens) < vocab_size - 1:
         raise ValueError(f"the text is too short for a BPE vocabulary of {vocab_size}: it supports {len(tokens) + 1}; "
                          "give more text or a smaller size")
     return Tokenizer(tokens, PATTERN, {EOT: vocab_size - 1}, vocab_size - 1)
+
+
+def _splitter(pattern):
+    """A compiled pattern of the package regex, which tiktoken requires: Python's re knows no \\p{L}."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # in UTF-8 mode it asks for the locale's encoding, though it has no use for it
+        import regex
+        return regex.compile(pattern)
 
 
 def _learn_merges(words, counts, number):
