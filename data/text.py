@@ -184,8 +184,17 @@ def parts(path, ends):
         yield SPLITS[split], held, True
 
 
-def _write_stream(files, documents, ends, tokenizer, total):
-    """Encode all documents into the open files {split: file} as .npy arrays; returns {split: number of tokens}."""
+def all_parts(documents, ends, total, name):
+    """Iterate over the parts of all documents, with a progress bar if it takes long; total: characters in all."""
+    with tqdm(total=total, unit="char", unit_scale=True, delay=2, desc=name) as bar:
+        for document, end in zip(documents, ends):
+            for part in parts(document, end):
+                yield part
+                bar.update(len(part[1]))
+
+
+def _write_streams(files, stream, tokenizer):
+    """Encode what all_parts gives into the open files {split: file}, each an .npy array (N,) of uint16 or uint32."""
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     counts = dict.fromkeys(SPLITS, 0)
 
@@ -197,34 +206,33 @@ def _write_stream(files, documents, ends, tokenizer, total):
     for split in SPLITS:
         write_header(split)
     starts = {split: files[split].tell() for split in SPLITS}
-    with tqdm(total=total, unit="char", unit_scale=True, delay=2, desc="encode") as bar:
-        for path, end in zip(documents, ends):
-            for split, text, last in parts(path, end):
-                tokens = np.array(tokenizer.encode(text) + [tokenizer.eot] * last, dtype)
-                files[split].write(tokens.tobytes())
-                counts[split] += len(tokens)
-                bar.update(len(text))
+    for split, text, last in stream:
+        tokens = np.array(tokenizer.encode(text) + [tokenizer.eot] * last, dtype)
+        files[split].write(tokens.tobytes())
+        counts[split] += len(tokens)
     for split in SPLITS:
         write_header(split)
         assert files[split].tell() == starts[split], "the header grew over the first tokens"
-    return counts
 
 
-def build(config, documents, path):
-    """Read, split, encode and write: `path`-train.npy, -val.npy, -test.npy and `path`.json, all or none."""
+def build(config, documents, path, tokenizer=None):
+    """Read, split, encode and write: `path`-train.npy, -val.npy, -test.npy and `path`.json, all or none.
+
+    tokenizer: None if it is to be trained.
+    """
     sizes = [sum(map(len, pieces(document))) for document in documents]
     if not sum(sizes):
         raise ValueError(f"{config.data_file} holds no text; give a file or a folder with some")
     empty = [name for name, size in zip(documents, sizes) if not size]
     documents, sizes = zip(*[pair for pair in zip(documents, sizes) if pair[1]])
     ends = plan(sizes, config)
-    training = (text for document, end in zip(documents, ends) for split, text, _ in parts(document, end)
-                if split == "train")
-    tokenizer = load_tokenizer(config.tokenizer, training)
+    if tokenizer is None:
+        stream = all_parts(documents, ends, sum(sizes), "read to train the tokenizer")
+        tokenizer = load_tokenizer(config.tokenizer, (text for split, text, _ in stream if split == "train"))
     with contextlib.ExitStack() as stack:
         about = stack.enter_context(atomic_write(f"{path}.json"))  # entered first: takes its name last
         files = {split: stack.enter_context(atomic_write(f"{path}-{split}.npy")) for split in SPLITS}
-        _write_stream(files, documents, ends, tokenizer, sum(sizes))
+        _write_streams(files, all_parts(documents, ends, sum(sizes), "encode"), tokenizer)
         notes = [f"skipped {len(empty)} empty files, the first is {empty[0]}"] if empty else []
         about.write(json.dumps(dict(tokenizer=tokenizer.state(), documents=len(documents), characters=sum(sizes),
                                     notes=notes)).encode("utf-8"))
@@ -235,19 +243,19 @@ def load(config, prepare=True):
 
     prepare False: no splits, and no tokenizer if it is to be trained (a checkpoint holds it).
     """
+    if prepare:
+        validate(config)
+    tokenizer = None if config.tokenizer.startswith("bpe:") else load_tokenizer(config.tokenizer)
     if not prepare:
-        trained = config.tokenizer.startswith("bpe:")
-        return TextData(config, None if trained else load_tokenizer(config.tokenizer))
-    validate(config)
-    named = config.tokenizer == "bytes" or config.tokenizer.startswith("bpe:")
-    kind = config.tokenizer if named else load_tokenizer(config.tokenizer).fingerprint()
+        return TextData(config, tokenizer)
+    kind = tokenizer.fingerprint() if tokenizer else config.tokenizer
     documents = find_documents(config.data_file)
     settings = [kind, float(config.val_fraction), float(config.test_fraction), config.data_seed]
     key = content_hash(FORMAT, settings, [(name.lower().endswith(".gz"), file_hash(name)) for name in documents])[:16]
     path = os.path.join(config.data_dir, f"text-{key}")
-    if not os.path.exists(f"{path}.json"):
+    if not all(map(os.path.exists, [f"{path}.json", *(f"{path}-{split}.npy" for split in SPLITS)])):
         print(f"preparing text ({config.data_file}, tokenizer {config.tokenizer}) -> {path}", flush=True)
-        build(config, documents, path)
+        build(config, documents, path, tokenizer)
     with open(f"{path}.json", encoding="utf-8") as file:
         about = json.load(file)
     splits = {split: Rows(np.load(f"{path}-{split}.npy", mmap_mode="r"), config.block_size) for split in SPLITS}

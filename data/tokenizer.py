@@ -161,7 +161,7 @@ def byte_tokenizer():
 # Training
 
 def train_tokenizer(texts, vocab_size):
-    """Byte-level BPE from an iterable of strings: 256 bytes, the merges, and <|endoftext|> as the last id.
+    """Byte-level BPE from a string or an iterable of them: 256 bytes, the merges, and <|endoftext|> as the last id.
 
     The most frequent pair of neighbours is merged next; among equals the one whose parts are older. ValueError, one
     line, if vocab_size is below 257 or the texts have too few pairs that occur twice.
@@ -169,7 +169,7 @@ def train_tokenizer(texts, vocab_size):
     if vocab_size < 257:
         raise ValueError(f"a BPE vocabulary of {vocab_size} is too small: give 257 (256 bytes, 1 end of text) or more")
     words, splitter = Counter(), _splitter(PATTERN)
-    for text in texts:
+    for text in [texts] if isinstance(texts, str) else texts:
         words.update(splitter.findall(text))
     tokens = _learn_merges([list(word.encode("utf-8", "replace")) for word in words], list(words.values()),
                            vocab_size - 1)
@@ -305,15 +305,16 @@ def _to_bytes(text):
 
 def _merge_order(model, specials):
     """(tokens in the order of their merges, their ids, {token: id} of those that no text is encoded to)."""
-    vocab = {_to_bytes(text): number for text, number in model["vocab"].items() if text not in specials}
+    spelt = {text: _to_bytes(text) for text in model["vocab"] if text not in specials}
+    vocab = {token: model["vocab"][text] for text, token in spelt.items()}
     never = (0xC0, 0xC1, *range(0xF5, 256))  # bytes that UTF-8 does not use
     lacking = [value for value in range(256) if value not in never and BYTES[value] not in vocab]
     if lacking:
         raise ValueError(f"the vocabulary lacks {len(lacking)} of the bytes of UTF-8, the first is {lacking[0]:#04x}")
     first, proper = {}, {}  # a token's first merge, and the first whose parts were made before it
     for place, merge in enumerate(model["merges"]):
-        left, right = (_to_bytes(part) for part in (merge.split(" ") if isinstance(merge, str) else merge))
-        if not {left, right, left + right} <= vocab.keys():
+        left, right = (spelt.get(part) for part in (merge.split(" ") if isinstance(merge, str) else merge))
+        if left is None or right is None or left + right not in vocab:
             raise ValueError(f"merge {place} ({merge!r}) has a part or a result that the vocabulary lacks")
         first.setdefault(left + right, place)
         if all(len(part) == 1 or part in proper for part in (left, right)):

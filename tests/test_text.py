@@ -577,7 +577,8 @@ def test_without_preparing_there_is_a_tokenizer_only(tmp_path):
 @pytest.mark.parametrize("changes, message", [
     (dict(data_file=""), "--data_file"), (dict(data_file="missing.txt"), "missing.txt does not exist"),
     (dict(block_size=0), "block_size 0"), (dict(data_seed=-1), "data_seed -1"),
-    (dict(val_fraction=-0.1), "val_fraction -0.1"), (dict(test_fraction=1), "test_fraction 1"), (dict(val_fraction=float("nan")), "val_fraction nan"),
+    (dict(val_fraction=-0.1), "val_fraction -0.1"), (dict(test_fraction=1), "test_fraction 1"),
+    (dict(val_fraction=float("nan")), "val_fraction nan"),
     (dict(val_fraction=0.5, test_fraction=0.5), "leave nothing to train on"), (dict(tokenizer="words"), "'words'"),
     (dict(tokenizer="bpe:100"), "100 is too small"), (dict(tokenizer="bpe:9999"), "too short for a BPE"),
     (dict(block_size=10 ** 6), "train has"), (dict(block_size=1000), "val has"), (dict(content=""), "holds no text"),
