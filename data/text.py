@@ -223,7 +223,7 @@ def build(config, documents, path, tokenizer=None):
     sizes = [sum(map(len, pieces(document))) for document in documents]
     if not sum(sizes):
         raise ValueError(f"{config.data_file} holds no text; give a file or a folder with some")
-    empty = [name for name, size in zip(documents, sizes) if not size]
+    empty = sizes.count(0)
     documents, sizes = zip(*[pair for pair in zip(documents, sizes) if pair[1]])
     ends = plan(sizes, config)
     if tokenizer is None:
@@ -233,7 +233,7 @@ def build(config, documents, path, tokenizer=None):
         about = stack.enter_context(atomic_write(f"{path}.json"))  # entered first: takes its name last
         files = {split: stack.enter_context(atomic_write(f"{path}-{split}.npy")) for split in SPLITS}
         _write_streams(files, all_parts(documents, ends, sum(sizes), "encode"), tokenizer)
-        notes = [f"skipped {len(empty)} empty files, the first is {empty[0]}"] if empty else []
+        notes = [f"skipped {empty:,} empty file{'s' * (empty > 1)}"] if empty else []
         about.write(json.dumps(dict(tokenizer=tokenizer.state(), documents=len(documents), characters=sum(sizes),
                                     notes=notes)).encode("utf-8"))
 

@@ -270,7 +270,7 @@ def huggingface_tokenizer(path):
             raise ValueError("it has no added token that could end a text")
         return Tokenizer(tokens, _pattern(data.get("pre_tokenizer")), specials, eot, _normalizer(data), ids, unused)
     except ValueError as error:
-        raise ValueError(f"{file}: {error}; only byte-level BPE as in GPT-2 and Qwen is supported") from None
+        raise ValueError(f"{file}: {error}; give the file of a byte-level BPE, as GPT-2's or Qwen's") from None
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} is not a tokenizer.json ({type(error).__name__}: {error}); give one that Hugging "
                          "Face's tokenizers saved") from None

@@ -1,6 +1,7 @@
 """Tokenizers and text data: python -m pytest tests/test_text.py -q   (from the project's root; seconds, no network)"""
 
 import gzip
+import itertools
 import json
 import os
 import random
@@ -320,6 +321,19 @@ def test_text_outside_of_the_pattern_is_kept_unless_it_is_removed(trained, tmp_p
         assert tokenizer.decode(tokenizer.encode("ab--12")) == kept
 
 
+@pytest.mark.parametrize("merges, text, expected", [
+    ("a bc,a b,c y,ab c,b c", "abcy", ["ab", "cy"]),  # abc counts from "ab c" on, which comes after "c y"
+    ("a bc,b c", "xabc", ["x", "abc"])])  # its parts come later, but it is made
+def test_merges_listed_before_those_of_their_parts(tmp_path, merges, text, expected):
+    def change(data):
+        pairs = [merge.split(" ") for merge in merges.split(",")]
+        vocab = [*map(spell, byte_tokenizer().tokens), *dict.fromkeys(map("".join, pairs))]
+        data["model"].update(merges=pairs, vocab={token: number for number, token in enumerate(vocab)})
+        data.update(added_tokens=[dict(id=300, content=EOT)])
+    tokenizer = huggingface_tokenizer(write_huggingface(tmp_path, byte_tokenizer().tokens, change=change))
+    assert [tokenizer.decode([number]) for number in tokenizer.encode(text)] == expected
+
+
 def test_tokens_that_no_merge_makes_are_only_decoded(trained, tmp_path):
     for ignore_merges, expected in ((False, [ord("q"), ord("q"), ord("z")]), (True, [900])):
         def change(data):
@@ -437,7 +451,7 @@ def test_a_folder_is_read_in_order_and_split_by_whole_documents(tmp_path):
     assert splits[0] == [text for text in ordered if text in splits[0]]
     other = load(config(tmp_path, data_file=folder, data_seed=1))
     assert documents(other.test, other.tokenizer) != splits[2]
-    assert "30 documents" in data.summary()[0] and "skipped 1 empty files" in data.summary()[-1]
+    assert "30 documents" in data.summary()[0] and "skipped 1 empty file" in data.summary()[-1]
 
 
 def test_few_documents_give_their_ends(tmp_path):
@@ -458,7 +472,12 @@ def test_a_byte_order_mark_is_dropped_and_a_packed_file_is_the_same(tmp_path):
 def test_cuts_between_pieces_do_not_show(tmp_path, monkeypatch, trained):
     monkeypatch.setattr(text_module, "PIECE", 64)
     tokenizers = [trained, *map(huggingface_tokenizer, golden.folders("qwen_tok"))]
-    for number, text in enumerate([STORY, STORY.replace("\n", "\r\n"), *map(" some words\n".join, [random_texts(40)])]):
+    pairs = [bytes(pair) for pair in itertools.product(b" \n\r.'a1", repeat=2)]  # each a token: any wrong cut shows
+    tokenizers += [Tokenizer(byte_tokenizer().tokens + pairs, tokenizer.pattern, {}, 0) for tokenizer in tokenizers]
+    rng = random.Random(3)
+    dense = ["".join(rng.choices(" \n\r.'a1", k=30)) for _ in range(300)]
+    for number, text in enumerate([STORY, STORY.replace("\n", "\r\n"), " some words\n".join(random_texts(40)),
+                                   "a\na".join(dense), "a a".join(dense).replace("\n", " ")]):
         path = tmp_path / f"{number}.txt"
         path.write_bytes(text.encode())
         cut = list(pieces(str(path)))
