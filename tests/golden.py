@@ -18,6 +18,11 @@ def find(prefix):
     return sorted(path.stem for path in FOLDER.glob(f"{prefix}*.json"))
 
 
+def folders(prefix):
+    """Paths of the sets that begin with `prefix` and are a folder of files, expected.json among them."""
+    return sorted(path.parent for path in FOLDER.glob(f"{prefix}*/expected.json"))
+
+
 def settings(name):
     return json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
 
