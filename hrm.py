@@ -86,6 +86,11 @@ class HRMConfig:
             raise ValueError(f"grad_updates {self.grad_updates}: a segment has {updates} updates; choose 1..{updates}")
 
 
+@dataclass
+class SolveConfig:
+    act_eval: bool = False  # stop each puzzle when its Q values say so; false = run all segments that are asked for
+
+
 # ---- blocks
 
 
@@ -505,10 +510,10 @@ class HRM(nn.Module):
     # ---- inference
 
     @torch.no_grad()
-    def solve(self, inputs, max_segments=None, act=False, trace=False, puzzle_identifiers=None):
+    def solve(self, inputs, max_segments=None, act_eval=False, trace=False, puzzle_identifiers=None):
         """Think for `max_segments` (default halt_max_steps; more than in training is fine), then answer.
 
-        inputs (B, T) integer. act: a row stops as soon as its Q values say so, and keeps that answer.
+        inputs (B, T) integer. act_eval: a row stops as soon as its Q values say so, and keeps that answer.
         Returns (answer (B, T) int64, segments used (B,) int64) and with `trace` also answers (S, B, T), the answer
         after each segment, and p_halt (S, B), the confidence sigmoid(q_halt). Raises ValueError for other shapes.
         """
@@ -521,7 +526,7 @@ class HRM(nn.Module):
             z_H, z_L, q = self.segment(z_H, z_L, data)
             answer = torch.where(active[:, None], self.answer(z_H).argmax(dim=-1), answer)
             segments = segments + active
-            if act:
+            if act_eval:
                 active = active & ~self.wants_halt(q)
             answers.append(answer)
             p_halt.append(q[:, 0].sigmoid())
@@ -529,17 +534,17 @@ class HRM(nn.Module):
                 break
         return (answer, segments, torch.stack(answers), torch.stack(p_halt)) if trace else (answer, segments)
 
-    def evaluate(self, batches, depths=None, act=False):
+    def evaluate(self, batches, depths=None, grade=None, act_eval=False):
         """Score labelled puzzles after given numbers of segments (default [halt_max_steps]). batches: as for step.
 
         Returns depth -> name -> (N,) float tensor on the CPU, a value per puzzle in order: exact_accuracy (is the
-        whole puzzle right), accuracy (share of right cells), segments used. act: stop each row by its Q values.
+        whole puzzle right), accuracy (share of right cells), segments used. act_eval: stop each row by its Q values. grade is not needed: labels are unique.
         """
         depths = sorted(depths or [self.config.halt_max_steps])
         scores = {depth: {"exact_accuracy": [], "accuracy": [], "segments": []} for depth in depths}
         for batch in batches:
             ids = batch.get("puzzle_identifiers")
-            _, segments, answers, _ = self.solve(batch["inputs"], depths[-1], act, trace=True, puzzle_identifiers=ids)
+            _, segments, answers, _ = self.solve(batch["inputs"], depths[-1], act_eval, trace=True, puzzle_identifiers=ids)
             labelled = batch["labels"] != IGNORE
             for depth, named in scores.items():
                 right = (answers[min(depth, len(answers)) - 1] == batch["labels"]) & labelled  # (B, T)

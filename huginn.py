@@ -217,7 +217,7 @@ class KVCache:
 
     @property
     def nbytes(self):
-        return 2 * self.k.nbytes
+        return self.k.nbytes + self.v.nbytes
 
     def slot(self, step, layer):
         """The slot of a core layer at a step from 0; those of the prelude and the coda come first."""
@@ -482,6 +482,19 @@ class Huginn(nn.Module):
         cache.fill(used)
         return self.head(self.speak(s, rotary, cache)[rows, last]), s[rows, last], used
 
+    def new_cache(self, batch_size, length, num_steps, budget=-1, device=None):
+        """A KVCache for texts of up to `length` tokens, or block_size, in the dtype that the model computes in."""
+        device = device or self.wte.weight.device
+        kind = self.wte.weight.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.wte.weight.dtype
+        length = min(length, self.config.block_size)
+        return KVCache(self.config, batch_size, length, num_steps, budget, dtype, device)
+
+    def cache_size(self, length, num_steps=-1, max_new_tokens=200, cache_budget=-1, **_):
+        """Bytes of the cache that stream takes for a prompt of `length` tokens; nothing is allocated."""
+        num_steps = self.config.mean_recurrence if num_steps == -1 else num_steps
+        return self.new_cache(1, length + max_new_tokens, num_steps, cache_budget, "meta").nbytes
+
     @torch.no_grad()
     def stream(self, prompts, stop=(), seed=0, **options):
         """Write on from prompts, a token of every row at a time. options: fields of GenerateConfig.
@@ -494,10 +507,9 @@ class Huginn(nn.Module):
         o, device = GenerateConfig(**options), self.wte.weight.device
         lengths, tokens = self._padded(prompts, stop)
         num_steps = self.config.mean_recurrence if o.num_steps == -1 else o.num_steps
-        most = min(int(lengths.max()) + o.max_new_tokens, self.config.block_size)
+        cache = self.new_cache(len(lengths), int(lengths.max()) + o.max_new_tokens, num_steps, o.cache_budget, device)
+        most = cache.k.shape[2]
         noise, generator = self.noise_table(most, seed), torch.Generator(device).manual_seed(seed)
-        dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else self.wte.weight.dtype
-        cache = KVCache(self.config, len(lengths), most, num_steps, o.cache_budget, dtype, device)
         positions = torch.arange(tokens.shape[1], device=device).expand(tokens.shape)  # (B, T)
         s, is_token = noise[positions], positions < lengths[:, None]
         ended, stop = torch.zeros_like(lengths, dtype=torch.bool), torch.tensor(list(stop), device=device)

@@ -6,22 +6,31 @@
     python train.py --model hrm --data sudoku --init_from resume       go on where the newest run stopped
     python train.py --model hrm --data sudoku --eval_only              score the newest run on its test split
     python train.py --model hrm --data sudoku --solve 'PUZZLE or FILE' solve puzzles with the newest run
+    python train.py --model huginn --data arith                        a small Huginn on arithmetic, minutes on a laptop
+    python train.py --model huginn --data text --data_file FILE        the same on any text
+    python train.py --model huginn --sample 'PROMPT' --num_steps 16    write on from a prompt with the newest run
+    python train.py --model huginn --sample 'PROMPT' --init_from DIR   the same with a Hugging Face copy of huginn-0125
 
-Flags are the fields of three dataclasses: TrainConfig here, the model's config, the data's config. A value comes from
-the first of these that names it: the command line; the checkpoint, when a run is resumed, scored or used; the preset;
-the dataclass. `--model hrm --data sudoku --help` shows the values in force.
+Flags are the fields of four dataclasses: TrainConfig here, the model's config, how the model is used once it is trained
+(to solve or to write), and the data's config. A value comes from the first of these that names it: the command line; the
+checkpoint, when a run is resumed, scored or used; the preset; the dataclass. A field that two classes share is one flag.
+`--model hrm --data sudoku --help` shows the values in force.
 
 The loop knows a model through one contract, the same for all of them
     Model(config)                                         build
     model.step(batch, carry)                              -> loss, metrics: name -> (total, count), carry
     model.configure_optimizers(lr, weight_decay, betas)   -> list of optimizers
-    model.evaluate(batches, depths, act)                  -> depth -> name -> (N,) scores; the first name selects
+    model.evaluate(batches, depths, grade, **options)     -> depth -> name -> (N,) scores; the first name selects
     Model.load_pretrained(path, **overrides)              published weights, or a checkpoint of this script
     Model.pretrained_config(path)                         its config's fields, as a dict
     model.parts_to_compile()                              what --compile compiles
     Model.Carry, Model.bar, Model.rate                    the carry's class; metrics on the bar; the one per second
-and data through load(config, prepare), summary(), model_args, train_batch(index, batch_size, seed) and
-eval_batches(split, batch_size). A train batch is a pure function of its index: a run's place in the data is its step.
+where the count of the metric "loss" is what a loss is a mean over, and data through
+    load(config, prepare, saved)                          saved: what a checkpoint kept of state()
+    data.summary(), .model_args, .longest, .state()       lines for the log; what a model must know, and hold; to keep
+    data.train_batch(index, batch_size, seed)             a pure function: a run's place in the data is its step
+    data.eval_batches(split, batch_size), .grade          in order; who is right, where that takes more than tokens
+    data.tokenizer                                        of a text; None for puzzles, which are solved, not sampled
 """
 
 import argparse
@@ -36,7 +45,6 @@ import math
 import os
 import random
 import re
-import shutil
 import signal
 import sys
 import time
@@ -50,20 +58,25 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm import tqdm
 
 import hrm
-from data import sudoku
+import huginn
+from data import arith, sudoku, text
 from data.common import atomic_write
+from data.show import means, print_scores, show_thinking, write_text
+from data.tokenizer import huggingface_tokenizer
 
 
 @dataclass
 class TrainConfig:
     # what to run
-    model: Literal["hrm"] = "hrm"  # the method
-    data: Literal["sudoku"] = "sudoku"  # the task
+    model: Literal["hrm", "huginn"] = "hrm"  # the method
+    data: Literal["", "sudoku", "arith", "text"] = ""  # the task; empty = the model's first, sudoku or arith
     preset: str = ""  # named sizes and recipe of the model; empty = the one for this device
-    init_from: str = "scratch"  # scratch, resume (go on with a run), or a checkpoint whose weights to start from
+    init_from: str = "scratch"  # scratch, resume (go on with a run), or a run or published checkpoint to start from
     out_dir: str = ""  # folder of the run; empty = out/MODEL-DATA, numbered if that is taken
     eval_only: bool = False  # score a checkpoint on the test split and stop
     solve: str = ""  # a puzzle, or a file of puzzles, to solve with a checkpoint
+    sample: str = ""  # a text to write on from with a checkpoint
+    stop: str = ""  # special tokens that end a text, separated by commas; empty = the tokenizer's end of text
     # machine
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the forward pass; the weights stay float32
@@ -72,7 +85,8 @@ class TrainConfig:
     # optimization
     max_steps: int = -1  # optimizer steps; -1 = no limit
     time_limit: float = -1  # minutes of training, validations included; -1 = no limit
-    batch_size: int = 64  # puzzles per step
+    batch_size: int = 64  # puzzles or texts per step
+    grad_accum: int = 1  # parts that a batch is computed in, one after another, to save memory
     lr: float = 1e-3  # learning rate
     warmup_steps: int = 100  # steps of linear warm-up; 0 = none
     decay_steps: int = -1  # step at which lr has fallen (cosine) to a twentieth; -1 = constant after the warm-up
@@ -83,12 +97,11 @@ class TrainConfig:
     ema: float = 0.0  # decay of the averaged weights, which are then the ones scored and kept as best; 0 = none
     # evaluation
     eval_interval: int = 500  # steps between validations, each of which also saves; -1 = only at the end
-    eval_batch_size: int = 250  # puzzles at once
-    depths: str = "1,2,4,8,16"  # depths (segments) of the test table; the best weights are chosen at the deepest
-    act_eval: bool = False  # let the model itself decide when to stop, in evaluation and with --solve
+    eval_batch_size: int = 250  # puzzles or texts at once
+    depths: str = "1,2,4,8,16"  # segments or steps of the test table; the best weights are chosen at the deepest
 
     def __post_init__(self):
-        limits = {"seed": (0, 2**32 - 1), "batch_size": (1, 2**20), "eval_batch_size": (1, 2**20), "lr": (0, 1e38),
+        limits = {"seed": (0, 2**32 - 1), "batch_size": (1, 2**20), "grad_accum": (1, 2**20), "eval_batch_size": (1, 2**20), "lr": (0, 1e38),
                   "ema": (0, 0.99999), "beta1": (0, 0.99999), "beta2": (0, 0.99999), "weight_decay": (0, 1e3),
                   "warmup_steps": (0, 2**40)}
         or_off = ("max_steps", "time_limit", "decay_steps", "grad_clip", "eval_interval")
@@ -100,9 +113,12 @@ class TrainConfig:
                 raise ValueError(f"--{name} {getattr(self, name)}: give 0 or more, or -1 for none")
 
 
-MODELS = {"hrm": (hrm.HRM, hrm.HRMConfig, hrm.PRESETS)}
-DATA = {"sudoku": (sudoku.SudokuConfig, sudoku.load)}
-USES = {"hrm": ("sudoku",)}  # the data that a model can learn from
+MODELS = {"hrm": (hrm.HRM, hrm.HRMConfig, hrm.PRESETS, hrm.SolveConfig),
+          "huginn": (huginn.Huginn, huginn.HuginnConfig, huginn.PRESETS, huginn.GenerateConfig)}
+DATA = {"sudoku": (sudoku.SudokuConfig, sudoku.load), "arith": (arith.ArithConfig, arith.load),
+        "text": (text.TextConfig, text.load)}
+USES = {"hrm": ("sudoku",), "huginn": ("arith", "text")}  # the data that a model can learn from; the first is the default
+ON_CUDA = {"hrm": "paper", "huginn": "small"}  # the largest preset that trains on a 24 GB card; on a CPU it is the first
 
 # What a preset sets beside the model: fields of TrainConfig and of the data's config.
 RECIPES = {
@@ -110,9 +126,15 @@ RECIPES = {
     ("hrm", "nano-6x6"): dict(box="2x3", clues=14, max_steps=4000, decay_steps=4000, time_limit=5, ema=0.995),
     ("hrm", "paper"): dict(box="3x3", source="extreme-1k", num_train=1000, num_test=-1, batch_size=384, lr=7e-5,
                            weight_decay=1.0, warmup_steps=2000, max_steps=52000, eval_interval=2000),
+    ("huginn", "nano"): dict(lr=2e-3, max_steps=5000, decay_steps=5000, time_limit=15, grad_clip=1.0, ema=0.99,
+                             depths="1,2,3,4,6,8,12"),
+    ("huginn", "small"): dict(lr=4e-4, warmup_steps=1000, max_steps=20000, decay_steps=20000, batch_size=64,
+                              grad_accum=8, grad_clip=1.0, eval_batch_size=8, depths="1,4,8,16,32,64"),
+    ("huginn", "paper"): dict(lr=4e-4, warmup_steps=4096, batch_size=4096, grad_accum=4096, grad_clip=1.0,
+                              eval_batch_size=1, checkpoint_core=True, depths="1,4,8,16,32,64"),
 }
 # fields that belong to one call and are not taken from a checkpoint
-OF_THIS_CALL = ("init_from", "out_dir", "eval_only", "solve", "device", "act_eval")
+OF_THIS_CALL = ("init_from", "out_dir", "eval_only", "solve", "sample", "stop", "device")
 LOG_EVERY = 10  # steps between looks at the metrics: each look waits for the device
 
 
@@ -159,6 +181,8 @@ def add_flags(parser, config_class, defaults):
     group = parser.add_argument_group(config_class.__name__)
     texts = dict(re.findall(r"^    (\w+):.*?#\s*(.*)$", inspect.getsource(config_class), flags=re.MULTILINE))
     for field in dataclasses.fields(config_class):
+        if f"--{field.name}" in parser._option_string_actions:
+            continue
         if get_origin(field.type) is Literal:
             kind = dict(type=str, choices=get_args(field.type))
         elif field.type is bool:
@@ -170,35 +194,38 @@ def add_flags(parser, config_class, defaults):
 
 
 def parse(argv):
-    """Command line -> (TrainConfig, model config, data config, path of the checkpoint to start from or None)."""
+    """Command line -> (TrainConfig, configs of model, use and data; path of the checkpoint to start from or None)."""
     # --max-steps means --max_steps
     argv = [re.sub(r"^--[\w-]+", lambda flag: "--" + flag[0][2:].replace("-", "_"), word) for word in argv]
     first = Parser(add_help=False, allow_abbrev=False)  # model, data, preset and checkpoint decide the other defaults
     add_flags(first, TrainConfig, {})
     known, _ = first.parse_known_args([word for word in argv if word not in ("-h", "--help")])
+    known.data = known.data or USES[known.model][0]
     if known.data not in USES[known.model]:
         can = ", ".join(USES[known.model])
         raise UserError(f"--model {known.model} cannot use --data {known.data}; it can use {can}")
-    (model_class, model_config, presets), (data_config, _) = MODELS[known.model], DATA[known.data]
+    (model_class, model_config, presets, use_config), (data_config, _) = MODELS[known.model], DATA[known.data]
     path, saved = checkpoint_path(known), {}
-    if path:
+    if path and os.path.isfile(path):
         saved = read_checkpoint(path)
         check_saved(saved, known, path)
     preset = known.preset or saved.get("config", {}).get("preset")
     if not preset:  # published weights are of the largest, whatever this machine is
         published = path and "model_config" not in saved
-        preset = list(presets)[-1] if published else default_preset(known.device, presets)
+        on_cuda = device_name(known.device).startswith("cuda")
+        preset = list(presets)[-1] if published else ON_CUDA[known.model] if on_cuda else list(presets)[0]
     if preset not in presets:
         raise UserError(f"--preset {preset}: {known.model} has {', '.join(presets)}; choose one of these")
-    defaults = asdict(presets[preset]) | RECIPES.get((known.model, preset), {}) | {"preset": preset}
+    defaults = asdict(presets[preset]) | RECIPES.get((known.model, preset), {})
+    defaults |= {"preset": preset, "data": known.data}
     if path:
         with user_errors():
             defaults |= model_class.pretrained_config(path) | saved.get("data_config", {})
-        if known.init_from == "resume" or known.eval_only or known.solve:  # else it is a new run, from old weights
+        if known.init_from == "resume" or known.eval_only or known.solve or known.sample:  # else it is a new run, from old weights
             defaults |= {name: value for name, value in saved.get("config", {}).items() if name not in OF_THIS_CALL}
     usage = "train.py --model MODEL --data DATA [flags]"
     parser = Parser(description=__doc__.split("\n\n")[0], usage=usage, allow_abbrev=False)
-    classes = (TrainConfig, model_config, data_config)
+    classes = (TrainConfig, model_config, use_config, data_config)
     for config_class in classes:
         add_flags(parser, config_class, defaults)
     values = vars(parser.parse_args(argv))
@@ -221,9 +248,9 @@ def parse_depths(text):
 
 def checkpoint_path(known):
     """The file that --init_from, --out_dir, --eval_only and --solve mean together; None for a run from scratch."""
-    reads, folder = known.eval_only or known.solve, known.out_dir
+    reads, folder = known.eval_only or known.solve or known.sample, known.out_dir
     if known.init_from not in ("scratch", "resume"):
-        if not os.path.isdir(known.init_from):
+        if not os.path.isdir(known.init_from) or os.path.exists(os.path.join(known.init_from, "config.json")):
             return known.init_from
         folder, reads = known.init_from, True
     elif known.init_from == "scratch" and not reads:
@@ -269,24 +296,32 @@ def read_checkpoint(path):
 
 def check_saved(saved, known, path):
     """A checkpoint of another model, or of weights alone where a run is to go on, is an error now rather than later."""
-    goes_on = known.init_from == "resume" and not (known.eval_only or known.solve)
+    goes_on = known.init_from == "resume" and not (known.eval_only or known.solve or known.sample)
     if goes_on and "optimizers" not in saved:
         raise UserError(f"{path} holds weights only, which cannot be resumed; start a new run from them with "
                         f"--init_from {path}")
-    for name in ("model", "data"):
+    for name in ("model", "data") if not known.sample else ("model",):
         theirs = saved.get("config", {}).get(name, getattr(known, name))
         if theirs != getattr(known, name):
             raise UserError(f"{path} is a run with --{name} {theirs}, not {getattr(known, name)}; "
                             f"give --{name} {theirs}")
 
 
-def check_fit(model_config, args, path):
-    """A checkpoint and the data must agree on tokens, cells and ids."""
+def check_fit(model_config, data, path):
+    """A checkpoint and the data must agree on tokens, cells and ids; a text's tokens may be fewer, its rows shorter."""
     for name in ("vocab_size", "seq_len", "num_puzzle_identifiers", "box_rows", "box_cols"):
-        ours = getattr(model_config, name, None)
-        if ours and name in args and ours != args[name]:  # no boxes: published weights do not know of any
-            raise UserError(f"{path} was trained with {name} {ours}, but this data has {args[name]}; choose the data "
-                            "it was trained on (for Sudoku see --box)")
+        ours, theirs = getattr(model_config, name, None), data.model_args.get(name)
+        fewer = name == "vocab_size" and data.tokenizer and theirs <= ours
+        if ours and theirs is not None and ours != theirs and not fewer:  # no boxes: published weights know of none
+            raise UserError(f"{path} was trained with {name} {ours}, but this data has {theirs}; choose the data "
+                            "it was trained on (for Sudoku see --box, for text --tokenizer)")
+
+
+def check_longest(model_config, data):
+    most = getattr(model_config, "block_size", None)
+    if most and data.longest > most:
+        raise UserError(f"the data has texts of {data.longest} tokens, but --block_size is {most}; raise it, or "
+                        "choose data with shorter ones")
 
 
 class Log:
@@ -318,11 +353,6 @@ class Machine:
 
     def autocast(self):
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
-
-
-def default_preset(device, presets):
-    """A CPU or a Mac takes the first preset, a CUDA machine the last: the largest that trains on a 24 GB card."""
-    return list(presets)[-1 if device_name(device).startswith("cuda") else 0]
 
 
 def device_name(name):
@@ -404,62 +434,29 @@ class StopSignal:
 # ---- evaluation
 
 
-def evaluate(model, data, split, c, machine, depths):
+def evaluate(model, data, split, c, use, machine, depths):
     """Score a split at each depth: depth -> name -> (N,) scores."""
     items = data.eval_batches(split, c.eval_batch_size)
     total = -(-len(getattr(data, split)) // c.eval_batch_size)
     model.eval()
     with machine.autocast():
         batches = (to_device(batch, machine.device) for batch in tqdm(items, split, total, leave=False, delay=5))
-        scores = model.evaluate(batches, depths, c.act_eval)
+        scores = model.evaluate(batches, depths, data.grade, **use_options(c, use, data))
     model.train()
     return scores
 
 
-def means(named):
-    return {name: values.mean().item() for name, values in named.items()}
-
-
-def print_scores(title, scores, sources=None):
-    """A table: a row per depth and, where the puzzles have named sources, a row per source at the deepest."""
-    deepest = max(scores)
-    rows = [(f"depth {depth}", named) for depth, named in scores.items()]
-    for source in sorted(set(sources)) if sources is not None else ():
-        chosen = torch.from_numpy(sources == source)
-        rows.append((f"depth {deepest}: {source}", {name: values[chosen] for name, values in scores[deepest].items()}))
-    width = max(len(label) for label, _ in rows)
-    print(f"{title}\n  {'':{width}} {'puzzles':>8}" + "".join(f"{name:>16}" for name in scores[deepest]))
-    for label, named in rows:
-        count = len(next(iter(named.values())))
-        print(f"  {label:{width}} {count:>8,}" + "".join(f"{mean:>16.4f}" for mean in means(named).values()))
-
-
-def show_thinking(model, data, c, machine, inputs, labels=None):
-    """Draw each puzzle's answer after every segment that changed it, and the verdict. inputs, labels (B, T) integer."""
-    color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    with machine.autocast():
-        tokens = torch.as_tensor(inputs).to(machine.device)
-        _, segments, answers, p_halt = model.eval().solve(tokens, parse_depths(c.depths)[-1], c.act_eval, trace=True)
-    answers, segments = answers.cpu().numpy(), segments.tolist()  # (S, B, T)
-    for i, puzzle in enumerate(inputs):
-        path = answers[: segments[i], i]
-        changed = [n for n in range(len(path)) if n == 0 or (path[n] != path[n - 1]).any()]
-        boards = [("the puzzle", data.draw(puzzle, puzzle, None, color))]
-        label = None if labels is None else labels[i]
-        boards += [(f"segment {n + 1}", data.draw(puzzle, path[n], label, color)) for n in changed]
-        print_side_by_side(boards, len(data.draw(puzzle, puzzle, None, False).splitlines()[0]))
-        legal, verdict = data.verdict(puzzle, path[-1])
-        print(f"{'solved' if legal else 'not solved'}: {verdict} | {len(path)} segments, the last change in segment "
-              f"{changed[-1] + 1} | halting confidence {p_halt[len(path) - 1, i]:.3f}\n")
-
-
-def print_side_by_side(boards, width):
-    """boards: (title, lines of text that are `width` wide to the eye) pairs, as many per row as the terminal holds."""
-    per_row = max(1, (shutil.get_terminal_size((120, 24)).columns + 3) // (width + 3))
-    for start in range(0, len(boards), per_row):
-        row = boards[start : start + per_row]
-        print("   ".join(f"{title:{width}}" for title, _ in row))
-        print("\n".join("   ".join(lines) for lines in zip(*(text.splitlines() for _, text in row))))
+def use_options(c, use, data):
+    """How the model is to solve or to write: the fields of its use config and, for texts, the ids that end them."""
+    options = asdict(use)
+    if data.tokenizer:
+        specials = data.tokenizer.specials
+        for name in filter(None, c.stop.split(",")):
+            if name not in specials:
+                raise UserError(f"--stop {name}: the tokenizer has the special tokens {', '.join(specials)}; name these")
+        stop = [specials[name] for name in filter(None, c.stop.split(","))]
+        options |= {"stop": stop or [data.tokenizer.eot], "seed": c.seed}
+    return options
 
 
 # ---- training
@@ -482,13 +479,14 @@ class Trainer:
 
     def __init__(self, configs, model, data, machine, folder, saved=None):
         self.configs, self.model, self.data, self.machine, self.folder = configs, model, data, machine, folder
-        c = self.c = configs[0]
+        c, self.use = configs[0], configs[2]
+        self.c = c
         self.optimizers = model.configure_optimizers(c.lr, c.weight_decay, (c.beta1, c.beta2))
         self.base_lr = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
         self.averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(c.ema)) if c.ema else None
         self.scored = self.averaged.module if c.ema else model  # the weights that count
         self.scaler = torch.amp.GradScaler(machine.device.type, enabled=machine.dtype == torch.float16)
-        self.step, self.elapsed, self.carry, self.best = 0, 0.0, None, None
+        self.step, self.elapsed, self.best, self.carries = 0, 0.0, None, [None] * c.grad_accum
         if saved:
             self.restore(saved)
         self.log = Log(folder, self.step)
@@ -505,11 +503,12 @@ class Trainer:
         return self.describe() | {
             "model": self.model.state_dict(), "ema": self.averaged.state_dict() if self.averaged else None,
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers], "scaler": self.scaler.state_dict(),
-            "carry": vars(self.carry) if self.carry else None, "rng": rng_state(),
+            "carries": [vars(carry) if carry else None for carry in self.carries], "rng": rng_state(),
             "step": self.step, "elapsed": self.elapsed, "best": self.best}
 
     def describe(self):
-        return {name: asdict(config) for name, config in zip(("config", "model_config", "data_config"), self.configs)}
+        names = ("config", "model_config", "use_config", "data_config")
+        return {name: asdict(config) for name, config in zip(names, self.configs)} | {"data": self.data.state()}
 
     def restore(self, saved):
         self.model.load_state_dict(saved["model"])
@@ -523,12 +522,12 @@ class Trainer:
         if saved["scaler"]:  # empty unless that run was in float16
             self.scaler.load_state_dict(saved["scaler"])
         self.step, self.elapsed, self.best = saved["step"], saved["elapsed"], saved["best"]
-        if saved["carry"]:
-            self.carry = self.model.Carry(**to_device(saved["carry"], self.machine.device))
-        theirs = saved["config"]["batch_size"]
-        if self.c.batch_size != theirs:
-            raise UserError(f"--batch_size {self.c.batch_size}: this run has {theirs} puzzles in work; resume with "
-                            "that, or start a new run from its weights with --init_from PATH")
+        for name in ("batch_size", "grad_accum"):
+            if getattr(self.c, name) != saved["config"][name]:
+                raise UserError(f"--{name} {getattr(self.c, name)}: this run is at a place in the data that goes with "
+                                f"{saved['config'][name]}; resume with that, or start a new run from its weights with "
+                                "--init_from PATH")
+        self.carries = [carry and self.model.Carry(**to_device(carry, self.machine.device)) for carry in saved["carries"]]
         set_rng_state(saved["rng"])
 
     def save(self, name, content):
@@ -545,10 +544,21 @@ class Trainer:
         self.compiled = self.unproven = False
 
     def forward_backward(self, batch):
-        with self.machine.autocast():
-            loss, metrics, carry = self.model.step(batch, self.carry)
-        self.scaler.scale(loss).backward()
-        return metrics, carry
+        """Leaves the gradient of the whole batch, computed in grad_accum parts -> metrics: name -> (total, count)."""
+        parts, metrics = self.c.grad_accum, {}
+        for i in range(parts):
+            part = {name: tensor.chunk(parts)[i] for name, tensor in batch.items()}
+            with self.machine.autocast():
+                loss, named, self.carries[i] = self.model.step(part, self.carries[i])
+            count = named["loss"][1]  # a part's loss is a mean over so many
+            self.scaler.scale(loss if parts == 1 else loss * count).backward()
+            metrics = {name: tuple(a + b for a, b in zip(pair, metrics.get(name, (0, 0)))) for name, pair in named.items()}
+        if parts > 1:
+            total = max(float(metrics["loss"][1]), 1)
+            for parameter in (p for optimizer in self.optimizers for g in optimizer.param_groups for p in g["params"]):
+                if parameter.grad is not None:
+                    parameter.grad /= total
+        return metrics
 
     def one_step(self):
         """Forward, backward, update -> metrics: name -> (total, count), tensors or numbers."""
@@ -558,12 +568,12 @@ class Trainer:
                 group["lr"] = lr * lr_factor(c, self.step)
         batch = to_device(self.data.train_batch(self.step, c.batch_size, c.seed), self.machine.device)
         try:
-            metrics, self.carry = self.forward_backward(batch)
+            metrics = self.forward_backward(batch)
         except Exception as error:
             if not self.unproven:
                 raise
             self.uncompile(error)
-            metrics, self.carry = self.forward_backward(batch)
+            metrics = self.forward_backward(batch)
         self.unproven = False
         if c.grad_clip > 0:
             self.scaler.unscale_(self.optimizers[0])
@@ -637,11 +647,14 @@ class Trainer:
         if self.c.max_steps >= 0:  # at the pace so far, validations included
             left.append((self.c.max_steps - self.step) * self.elapsed / self.step)
         parts.append(f"{done / max(seconds, 1e-9):,.0f} {self.model.rate}/s")
+        if "flops" in recent[0][1]:  # an estimate of the model's
+            flops = sum(named["flops"][0] for _, named in recent) - recent[0][1]["flops"][0]
+            parts.append(f"{flops / max(seconds, 1e-9) / 1e9:,.0f} GFLOP/s")
         return " | ".join(parts + ([f"{clock(min(left))} left"] if left else []))
 
     def validate(self):
         """Score the validation split at the deepest depth; keep the weights if they are the best so far."""
-        what = (self.scored, self.data, "val", self.c, self.machine, [parse_depths(self.c.depths)[-1]])
+        what = (self.scored, self.data, "val", self.c, self.use, self.machine, [parse_depths(self.c.depths)[-1]])
         try:
             scores = evaluate(*what)
         except Exception as error:  # other shapes and no gradient: the blocks are compiled once more
@@ -661,19 +674,24 @@ class Trainer:
         return " | ".join(f"val {name} {value:.4f}" for name, value in named.items())
 
     def report(self):
-        """Score the best and the last weights on the test split, once each, and show three test puzzles."""
+        """Score the best and the last weights on the test split, once each, and show a few examples of it."""
         depths, Model = parse_depths(self.c.depths), type(self.model)
         best = Model.load_pretrained(os.path.join(self.folder, "best.pt")).to(self.machine.device)
         weights = [(f"best on validation (step {self.best['step']})", best)]
         if self.best["step"] != self.step:
             weights.append((f"last (step {self.step})", self.scored))
         for title, model in weights:
-            scores = evaluate(model, self.data, "test", self.c, self.machine, depths)
-            print_scores(f"test split, {title}", scores, self.data.test.source)
+            scores = evaluate(model, self.data, "test", self.c, self.use, self.machine, depths)
+            print_scores(f"test split, {title}", scores, getattr(self.data.test, "source", None))
             line = {f"test_{name}_{depth}": v for depth, named in scores.items() for name, v in means(named).items()}
             self.log.write([{"step": self.step, "weights": title} | line])
-        batch = next(iter(self.data.eval_batches("test", 3)))
-        show_thinking(best, self.data, self.c, self.machine, batch["inputs"], batch["labels"])
+        if self.data.tokenizer:
+            for prompt in self.data.examples("test", 1):
+                write(self.c, self.use, best, self.data, self.machine, prompt)
+        else:
+            batch = next(iter(self.data.eval_batches("test", 3)))
+            show_thinking(best, self.data, batch["inputs"], batch["labels"], depths[-1], self.use.act_eval,
+                          self.machine.autocast)
         on_cuda = self.machine.device.type == "cuda"
         memory = f", peak GPU memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if on_cuda else ""
         print(f"{self.step} steps in {clock(self.elapsed)}{memory}; the run is in {self.folder}")
@@ -685,28 +703,36 @@ USAGE = """train.py trains, evaluates and uses the models of this project. For e
   python train.py --model hrm --data sudoku                      train a small HRM on Sudoku, then show what it does
   python train.py --model hrm --data sudoku --preset nano-6x6    the same on 6x6 boards, in a minute or two
   python train.py --model hrm --data sudoku --solve PUZZLE       solve a puzzle (digits and dots) with the newest run
+  python train.py --model huginn --data arith                    train a small Huginn on arithmetic, then test it
+  python train.py --model huginn --sample '00012+00345='         write on from a prompt with the newest run
   python train.py --model hrm --data sudoku --help               all flags and the values in force"""
 
 
 def run(argv):
-    c, model_config, data_config, path = parse(argv)
-    if not c.solve and any(word.split("=")[0] == "--solve" for word in argv):
-        raise UserError("--solve is empty; give a puzzle, or a file of puzzles")
-    configs = [c, model_config, data_config]
+    c, model_config, use, data_config, path = parse(argv)
+    for flag in ("solve", "sample"):
+        if not getattr(c, flag) and any(word.split("=")[0] == f"--{flag}" for word in argv):
+            raise UserError(f"--{flag} is empty; give a puzzle, or a file of them" if flag == "solve" else
+                            "--sample is empty; give the beginning of a text")
+    configs = [c, model_config, use, data_config]
     Model, load = MODELS[c.model][0], DATA[c.data][1]
     device = pick_device(c.device)
     machine = Machine(device, *pick_dtype(c.dtype, device))
     parse_depths(c.depths)
-    folder = new_folder(c) if c.init_from != "resume" and not (c.eval_only or c.solve) else os.path.dirname(path)
+    uses = bool(c.eval_only or c.solve or c.sample)
+    folder = new_folder(c) if c.init_from != "resume" and not uses else os.path.dirname(path)
     keep_freed_memory()
     torch.manual_seed(c.seed)
     random.seed(c.seed)
     np.random.seed(c.seed)
 
     with user_errors():
-        data = load(data_config, prepare=not c.solve)
+        data = load(data_config, prepare=not (c.solve or c.sample), saved=saved_data(path))
+        if bool(data.tokenizer) == bool(c.solve) and (c.solve or c.sample):
+            raise UserError(f"--data {c.data} cannot be {'solved' if c.solve else 'sampled'}; use "
+                            f"--{'sample PROMPT' if c.solve else 'solve PUZZLE'}")
         if path:
-            check_fit(model_config, data.model_args, path)
+            check_fit(model_config, data, path)
             model = Model.load_pretrained(path, **asdict(model_config))
         else:
             configs[1] = dataclasses.replace(model_config, **data.model_args)
@@ -717,14 +743,17 @@ def run(argv):
           f"torch {torch.__version__}, numpy {np.__version__}, python {sys.version.split()[0]}")
     print("model " + json.dumps(asdict(configs[1])) + (f", from {path}" if path else ""))
     if c.solve:
-        return solve(c, model, data, machine)
+        return solve(c, use, model, data, machine)
+    if c.sample:
+        return write(c, use, model, data, machine, c.sample)
     print("\n".join(data.summary()))
     for split in ("test",) if c.eval_only else ("train", "val", "test"):
         if not len(getattr(data, split)):
-            raise UserError(f"the {split} split is empty; ask for at least one puzzle with --num_{split}")
+            raise UserError(f"the {split} split is empty; ask for at least one example with --num_{split}")
+    check_longest(configs[1], data)
     if c.eval_only:
-        scores = evaluate(model, data, "test", c, machine, parse_depths(c.depths))
-        return print_scores("test split", scores, data.test.source)
+        scores = evaluate(model, data, "test", c, use, machine, parse_depths(c.depths))
+        return print_scores("test split", scores, getattr(data.test, "source", None))
     with user_errors():
         os.makedirs(folder, exist_ok=True)
     trainer = Trainer(configs, model, data, machine, folder, read_checkpoint(path) if c.init_from == "resume" else None)
@@ -742,13 +771,31 @@ def run(argv):
         print(f"stopped in the final evaluation; the run is saved, score it with --eval_only --out_dir {folder}")
 
 
-def solve(c, model, data, machine):
+def saved_data(path):
+    """What a checkpoint kept of its data, a tokenizer for one; None if it kept nothing."""
+    if path and os.path.isdir(path):
+        return {"tokenizer": huggingface_tokenizer(path).state()}
+    return read_checkpoint(path).get("data") if path else None
+
+
+def solve(c, use, model, data, machine):
     with user_errors():
         inputs = data.parse(c.solve)
     for puzzle in inputs:
         if problem := data.problem(puzzle):
             print(f"note: {problem}")
-        show_thinking(model, data, c, machine, puzzle[None])
+        show_thinking(model, data, puzzle[None], None, parse_depths(c.depths)[-1], use.act_eval, machine.autocast)
+
+
+def write(c, use, model, data, machine, prompt):
+    """Write on from a prompt, and say what it took."""
+    started, options = time.monotonic(), use_options(c, use, data)
+    with user_errors():
+        steps = write_text(model.eval(), data.tokenizer, prompt, options, machine.autocast)
+    speed = len(steps) / (time.monotonic() - started)
+    with machine.autocast():
+        size = model.cache_size(len(data.tokenizer.encode(prompt)), **options) / 2**20
+    print(f"{len(steps)} tokens, {steps.mean():.1f} steps each, {speed:,.0f} tokens/s, cache {size:.1f} MiB\n")
 
 
 def main(argv=None):
@@ -765,7 +812,7 @@ def main(argv=None):
     except (torch.OutOfMemoryError, RuntimeError) as error:
         if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
             raise
-        message = f"out of memory: {str(error).splitlines()[0][:150]}; try half the --batch_size"
+        message = f"out of memory: {str(error).splitlines()[0][:150]}; try half the --batch_size, or --grad_accum 2 (4, ...)"
     except KeyboardInterrupt:
         message = "interrupted"
     print(f"train.py: error: {message}", file=sys.stderr)

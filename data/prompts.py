@@ -84,6 +84,15 @@ class PromptData:
         """What a model has to know."""
         return dict(vocab_size=self.tokenizer.vocab_size)
 
+    @property
+    def longest(self):
+        """Tokens that a model must be able to read at once."""
+        return max(int(np.diff(rows.starts).max(initial=1)) - 1 for rows in (self.train, self.val, self.test))
+
+    def state(self):
+        """What must travel with a model's weights."""
+        return {"tokenizer": self.tokenizer.state()}
+
     def summary(self):
         """Readable lines: the tokenizer, and per split the rows, tokens, families and a hash."""
         lines = [f"{self.name}: tokenizer with {self.tokenizer.vocab_size:,} tokens", *self.notes]
@@ -121,11 +130,10 @@ class PromptData:
         return torch.tensor(right, dtype=torch.float32)
 
     def examples(self, split_name, number):
-        """(prompt, reference answer) pairs of str: the first of each family in turn."""
-        rows, pairs = getattr(self, split_name), []
-        order = np.concatenate([np.flatnonzero(rows.source == f)[:number] for f in dict.fromkeys(rows.source.tolist())])
-        for row in order:
-            tokens, answer = (a[rows.starts[row]:rows.starts[row + 1]] for a in (rows.tokens, rows.answer))
-            pairs.append((self.tokenizer.decode(tokens[~answer].tolist()),
-                          self.tokenizer.decode(tokens[answer][:-1].tolist())))
-        return pairs
+        """The prompts (str) of the first rows of each source, `number` of each."""
+        rows, prompts = getattr(self, split_name), []
+        for source in dict.fromkeys(rows.source.tolist()):
+            for row in np.flatnonzero(rows.source == source)[:number]:
+                tokens, answer = (a[rows.starts[row]:rows.starts[row + 1]] for a in (rows.tokens, rows.answer))
+                prompts.append(self.tokenizer.decode(tokens[~answer].tolist()))
+        return prompts

@@ -256,10 +256,10 @@ def drop_equal(pool, test, box):
     return pool.take(np.flatnonzero(keep)), [] if keep.all() else notes
 
 
-def load(config, prepare=True):
+def load(config, prepare=True, saved=None):
     """Prepare the data of a SudokuConfig, or read it from the cache: SudokuData. ValueError, one line, for mistakes.
 
-    prepare False: no splits, which is enough to parse, draw and judge puzzles.
+    prepare False: no splits, which is enough to parse, draw and judge puzzles. saved is not needed: see state().
     """
     if not prepare:
         return SudokuData(config, parse_box(config.box))
@@ -293,6 +293,9 @@ def _batch(inputs, labels):
 class SudokuData:
     """The splits train, val and test (Split), and what a training script asks of a data set."""
 
+    tokenizer = grade = None  # puzzles are no text, and their labels are unique
+    longest = 0  # all have seq_len cells
+
     def __init__(self, config, box, train=None, val=None, test=None, notes=()):
         self.config, self.box, self.train, self.val, self.test, self.notes = config, box, train, val, test, list(notes)
         self.side, self.cells = geometry(box).side, geometry(box).cells
@@ -303,6 +306,10 @@ class SudokuData:
         """What a model has to know."""
         return dict(vocab_size=self.vocab_size, seq_len=self.cells, num_puzzle_identifiers=1, box_rows=self.box[0],
                     box_cols=self.box[1])
+
+    def state(self):
+        """What must travel with a model's weights: nothing, the tokens are fixed."""
+        return {}
 
     def summary(self):
         """Readable lines: where the puzzles come from, and how many, how hard and which they are (a hash) per split."""

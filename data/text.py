@@ -238,14 +238,18 @@ def build(config, documents, path, tokenizer=None):
                                     notes=notes)).encode("utf-8"))
 
 
-def load(config, prepare=True):
+def load(config, prepare=True, saved=None):
     """Prepare the data of a TextConfig, or read it from the cache: TextData. ValueError, one line, for mistakes.
 
-    prepare False: no splits, and no tokenizer if it is to be trained (a checkpoint holds it).
+    prepare False: no splits, and no tokenizer if it is to be trained (a checkpoint holds it). saved: what state() kept
+    in a checkpoint, whose tokenizer is then used.
     """
     if prepare:
         validate(config)
-    tokenizer = None if config.tokenizer.startswith("bpe:") else load_tokenizer(config.tokenizer)
+    if saved:
+        tokenizer = Tokenizer.from_state(saved["tokenizer"])
+    else:
+        tokenizer = None if config.tokenizer.startswith("bpe:") else load_tokenizer(config.tokenizer)
     if not prepare:
         return TextData(config, tokenizer)
     kind = tokenizer.fingerprint() if tokenizer else config.tokenizer
@@ -300,6 +304,15 @@ class TextData:
     def model_args(self):
         """What a model has to know."""
         return dict(vocab_size=self.tokenizer.vocab_size, block_size=self.config.block_size)
+
+    @property
+    def longest(self):
+        """Tokens that a model must be able to read at once."""
+        return self.config.block_size
+
+    def state(self):
+        """What must travel with a model's weights."""
+        return {"tokenizer": self.tokenizer.state()}
 
     def summary(self):
         """Readable lines: where the text comes from, the tokenizer, and how much there is (and a hash) per split."""

@@ -914,7 +914,7 @@ def test_act_keeps_the_answer_that_a_row_stopped_with(monkeypatch):
     q_halt = torch.tensor([[-1.0, 1.0, -1.0], [1.0, -9.0, -1.0], [1.0, 9.0, -1.0], [-1.0, 9.0, 0.0]])
     qs = [torch.stack([q, torch.zeros(3)], dim=1) for q in q_halt]
     script(monkeypatch, model, qs, [torch.full((3, 16), n) for n in (1, 2, 3, 4)])
-    answer, segments, answers, p_halt = model.solve(random_batch(3)["inputs"], 4, act=True, trace=True)
+    answer, segments, answers, p_halt = model.solve(random_batch(3)["inputs"], 4, act_eval=True, trace=True)
     assert segments.tolist() == [2, 1, 4] and answer[:, 0].tolist() == [2, 1, 4]
     assert answers[:, :, 0].tolist() == [[1, 1, 1], [2, 1, 2], [2, 1, 3], [2, 1, 4]]
     assert torch.equal(answers[-1], answer) and (answer == answer[:, :1]).all() and len(p_halt) == 4
@@ -924,10 +924,10 @@ def test_act_solves_a_batch_as_it_solves_each_row():
     model = small(n_embd=32, q_target="bootstrap", H_cycles=1, L_cycles=1).eval()
     model.q_head.bias.data = torch.tensor([-0.5, 0.5])  # so that rows go on for a while
     inputs = random_batch(12)["inputs"]
-    answer, segments = model.solve(inputs, 8, act=True)
+    answer, segments = model.solve(inputs, 8, act_eval=True)
     assert len(segments.unique()) > 2, segments  # else this shows little
     for i in range(12):
-        alone, n = model.solve(inputs[i : i + 1], 8, act=True)
+        alone, n = model.solve(inputs[i : i + 1], 8, act_eval=True)
         assert torch.equal(alone[0], answer[i]) and n == segments[i]
     _, plain = model.solve(inputs, 8)
     assert plain.tolist() == [8] * 12
@@ -936,7 +936,7 @@ def test_act_solves_a_batch_as_it_solves_each_row():
 def test_solve_leaves_no_gradient_and_stops_when_all_rows_have(monkeypatch):
     model = small(q_target="none")
     calls = script(monkeypatch, model, [torch.tensor([[1.0, 0.0]] * 4)])
-    answer, segments = model.solve(random_batch()["inputs"], 8, act=True)
+    answer, segments = model.solve(random_batch()["inputs"], 8, act_eval=True)
     assert calls == [False] and segments.tolist() == [1] * 4
 
 
@@ -1067,7 +1067,7 @@ def test_a_tiny_model_learns_4x4_sudoku_and_thinking_longer_helps(tmp_path):
     right = (answers == batch["labels"]).all(dim=2)  # (S, B)
     confidence = p_halt[right].mean().item(), p_halt[~right].mean().item()
     assert confidence[0] > 0.6 and confidence[0] > confidence[1] + 0.1, confidence
-    answer, segments = model.solve(batch["inputs"], 8, act=True)
+    answer, segments = model.solve(batch["inputs"], 8, act_eval=True)
     assert (answer == batch["labels"]).all(dim=1).float().mean() > exact[1] + 0.1
     assert 1 < segments.float().mean() < 8
 
@@ -1080,6 +1080,6 @@ def test_the_papers_settings_overfit_one_batch_exactly():
     batch = random_batch(8, model.config)
     losses = learn(model, lambda n: batch, steps=300, lr=1e-3, weight_decay=1.0)
     assert losses[-1] < 0.5
-    answer, segments, _, p_halt = model.eval().solve(batch["inputs"], act=True, trace=True)
+    answer, segments, _, p_halt = model.eval().solve(batch["inputs"], act_eval=True, trace=True)
     assert torch.equal(answer == batch["labels"], batch["labels"] != IGNORE)
     assert segments.max() < 4 and (p_halt[segments - 1, torch.arange(8)] > 0.5).all()

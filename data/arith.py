@@ -1,0 +1,164 @@
+"""Arithmetic to train a small language model on: sums and products in figures and in words, generated.
+
+    data = load(ArithConfig())                              # prepared once, then read from config.data_dir
+    print("\n".join(data.summary()))
+    batch = data.train_batch(index=0, batch_size=64, seed=0)
+
+Every example is a question, a worked answer and, at its end, the final number (the last number in the answer):
+
+    family     question                                       answer
+    sum2       004712+000595=                                 0005307
+    sum3       004712+000595+038021=                          0043328
+    sum4       004712+000595+038021+000007=                   0043335
+    mul        004712*8=                                      0037696
+    word       Ann has 004712 nuts and gets 000595 more.\\n    004712+000595=0005307
+    test only
+    sum5       five numbers: a longer chain
+    large      sum3 with numbers of `digits` digits, one more than any number in training has
+    wording    word, in sentences that training does not have
+
+Numbers have a fixed width, with leading zeros, `digits` in a question and one more in a result, as in columns on
+paper: a small model then learns in minutes where to look, and what remains is what takes thought. The answer is written
+from its largest digit on, so a carry must be known before the digits that cause it are written: it has to be thought
+through. Half of the sums are made so that carries travel far: runs of columns that sum to 9, 19, ... or 8.
+
+No question of the validation or test split is in training. Written to data_dir: arith-<key>.npz; the key hashes every
+setting that matters.
+"""
+import dataclasses
+import os
+import random
+from dataclasses import dataclass
+
+import numpy as np
+
+from data.common import atomic_write, content_hash
+from data.prompts import PromptData, Rows
+from data.tokenizer import Tokenizer, byte_tokenizer
+
+FORMAT = 1  # part of the cache key: raise it when the prepared files change
+TRAINED = ("sum2", "sum3", "sum4", "mul", "word")
+UNSEEN = ("sum5", "large", "wording")  # out of distribution, in the test split only
+
+NAMES = "Ann Ben Eva Ida Jon Kim Leo Mia Ned Pia Sam Tom".split()
+THINGS = "nuts pens eggs keys figs maps cups hats".split()
+SENTENCES = [  # trained; a and b stand for the numbers
+    ("+", "{name} has {a} {thing} and gets {b} more."), ("+", "{name} buys {a} {thing}, then {b}."),
+    ("+", "{a} {thing} and {b} {thing}: how many?"), ("*", "{name} has {b} bags of {a} {thing}."),
+    ("*", "{b} boxes, {a} {thing} in each."), ("*", "{a} {thing} a day, for {b} days."),
+]
+OTHER_SENTENCES = [
+    ("+", "{a} {thing} on the left, {b} on the right."), ("+", "First {a} {thing} came. {b} came later."),
+    ("*", "{name} and friends, {b} in all, have {a} {thing} each."), ("*", "{b} rows with {a} {thing} per row."),
+]
+
+
+@dataclass
+class ArithConfig:
+    digits: int = 6  # digits of a number in a question; in training the first is 0
+    num_train: int = 200000  # examples to train on
+    num_val: int = 500  # examples to validate on
+    num_test: int = 2400  # examples to test on; an eighth for each of the five trained and three new families
+    data_seed: int = 0  # seed of the generator
+    data_dir: str = "data/cache"  # folder for prepared files
+
+    def __post_init__(self):
+        if not 2 <= self.digits <= 15:
+            raise ValueError(f"digits {self.digits}: give 2 to 15")
+        for name in ("num_train", "num_val", "num_test", "data_seed"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} {getattr(self, name)}: give 0 or more")
+
+
+def number(rng, most):
+    """A number of 1 to `most` digits, each count as likely."""
+    digits = rng.randint(1, most)
+    least = 10 ** (digits - 1) if digits > 1 else 0
+    return least + int(rng.random() * (10**digits - least))
+
+
+def summands(rng, count, most):
+    """`count` numbers of up to `most` digits; in half of the draws the carry of a column depends on columns far below."""
+    if rng.random() < 0.5:
+        return [number(rng, most) for _ in range(count)]
+    width = rng.randint(2, most)
+    columns = [rng.choices(range(10), k=count) for _ in range(width)]  # the largest digits first
+    first, last = sorted(rng.choices(range(width), k=2))
+    for column in columns[first:last + 1]:
+        column[-1] = (rng.choice((9, 9, 9, 8)) - sum(column[:-1])) % 10
+    return [int("".join(map(str, digits))) for digits in zip(*columns)]
+
+
+def figures(rng, family, digits):
+    """A question in figures: (question, its answer's number)."""
+    if family == "mul":
+        a, b = number(rng, digits - 1), rng.randint(2, 9)
+        return f"{a:0{digits}}*{b}=", a * b
+    if family == "large":
+        numbers = [rng.randrange(10 ** (digits - 1), 10**digits) for _ in range(3)]
+    else:
+        numbers = summands(rng, int(family[-1]), digits - 1)
+    return "+".join(f"{n:0{digits}}" for n in numbers) + "=", sum(numbers)
+
+
+def example(rng, family, digits):
+    """(question, worked answer) of a family."""
+    if family not in ("word", "wording"):
+        question, result = figures(rng, family, digits)
+        return question, f"{result:0{digits + 1}}"
+    sign, sentence = rng.choice(SENTENCES if family == "word" else OTHER_SENTENCES)
+    problem, result = figures(rng, "sum2" if sign == "+" else "mul", digits)
+    a, b = problem[:-1].split(sign)
+    question = sentence.format(a=a, b=b, name=rng.choice(NAMES), thing=rng.choice(THINGS))
+    return question + "\n", f"{problem}{result:0{digits + 1}}"
+
+
+def draw(split, config, taken):
+    """The (question, answer, family) triples of a split, the families in turn; no question is in `taken`, a set.
+
+    Questions for validation and testing are put into it, so there each comes once.
+    """
+    families = TRAINED + UNSEEN if split == "test" else TRAINED
+    rng, examples = random.Random(f"arith {config.data_seed} {split}"), []
+    count = tries = getattr(config, f"num_{split}")
+    while len(examples) < count:
+        family = families[len(examples) % len(families)]
+        question, answer = example(rng, family, config.digits)
+        if question not in taken:
+            examples.append((question, answer, family))
+            if split != "train":
+                taken.add(question)
+        elif (tries := tries + 1) > 2 * count + 100_000:
+            raise ValueError(f"digits {config.digits} has too few questions for --num_{split} {count}; give more digits "
+                             "or ask for fewer")
+    return examples
+
+
+def build(config, tokenizer):
+    """Draw the splits, the test split first: split -> Rows."""
+    taken = set()
+    return {split: Rows.of(draw(split, config, taken), tokenizer) for split in ("test", "val", "train")}
+
+
+def load(config, prepare=True, saved=None):
+    """Prepare the data of an ArithConfig, or read it from the cache: PromptData. ValueError, one line, for mistakes.
+
+    prepare False: no splits, only the tokenizer. saved: what state() kept in a checkpoint, whose tokenizer is then used.
+    """
+    tokenizer = Tokenizer.from_state(saved["tokenizer"]) if saved else byte_tokenizer()
+    if not prepare:
+        return PromptData("arith", tokenizer)
+    fields = {name: value for name, value in dataclasses.asdict(config).items() if name != "data_dir"}
+    key = content_hash(FORMAT, sorted(fields.items()), tokenizer.fingerprint())[:16]
+    path = os.path.join(config.data_dir, f"arith-{key}.npz")
+    if not os.path.exists(path):
+        print(f"preparing arithmetic ({config.num_train:,} examples to train on) -> {path}", flush=True)
+        splits = build(config, tokenizer)
+        arrays = {f"{name}_{key}": value for name, rows in splits.items() for key, value in vars(rows).items()}
+        with atomic_write(path) as file:
+            np.savez(file, **arrays)
+    with np.load(path, allow_pickle=False) as stored:
+        splits = {name: Rows(*(stored[f"{name}_{field.name}"] for field in dataclasses.fields(Rows)))
+                  for name in ("train", "val", "test")}
+    note = f"arithmetic, numbers of {config.digits} digits, seed {config.data_seed}"
+    return PromptData("arith", tokenizer, notes=[note], **splits)

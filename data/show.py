@@ -1,0 +1,97 @@
+"""What a user sees of a model's work: tables of scores, boards side by side, texts as they are written."""
+import contextlib
+import os
+import shutil
+import sys
+
+import numpy as np
+import torch
+
+TINT, DIM, PLAIN = "\033[32m", "\033[2m", "\033[0m"
+
+
+def in_color():
+    return sys.stdout.isatty() and "NO_COLOR" not in os.environ
+
+
+def means(named):
+    """name -> (N,) scores -> name -> their mean."""
+    return {name: values.mean().item() for name, values in named.items()}
+
+
+def print_scores(title, scores, sources=None):
+    """Tables of depth -> name -> (N,) scores: a row per depth and, where items have named sources (N,), per source."""
+    names, deepest = list(next(iter(scores.values()))), max(scores)
+    count = len(scores[deepest][names[0]])
+    print(f"{title}, {count:,} in all\n  {'depth':>7}" + "".join(f"{name:>16}" for name in names))
+    for depth, named in scores.items():
+        print(f"  {depth:>7}" + "".join(f"{mean:>16.4f}" for mean in means(named).values()))
+    kinds = list(dict.fromkeys(sources.tolist())) if sources is not None else []
+    width = max(map(len, kinds), default=0)
+    for name in (name for name in names if "accuracy" in name and len(kinds) > 1):
+        print(f"  {name} at depth" + " " * max(width - len(name) + 1, 1) + "".join(f"{depth:>8}" for depth in scores))
+        for kind in kinds:
+            chosen = torch.from_numpy(sources == kind)
+            values = [named[name][chosen].mean().item() for named in scores.values()]
+            label = f"{kind} ({int(chosen.sum()):,})"
+            print(f"    {label:{max(width, len(name)) + 7}}" + "".join(f"{value:>8.4f}" for value in values))
+
+
+# ---- puzzles
+
+
+def show_thinking(model, data, inputs, labels, depth, act_eval, autocast):
+    """Draw each puzzle's answer after every segment that changed it, and the verdict. inputs, labels (B, T) integer."""
+    with autocast():
+        tokens = torch.as_tensor(inputs).to(next(model.parameters()).device)
+        _, segments, answers, p_halt = model.eval().solve(tokens, depth, act_eval, trace=True)
+    answers, segments = answers.cpu().numpy(), segments.tolist()  # (S, B, T)
+    for i, puzzle in enumerate(inputs):
+        path = answers[: segments[i], i]
+        changed = [n for n in range(len(path)) if n == 0 or (path[n] != path[n - 1]).any()]
+        boards = [("the puzzle", data.draw(puzzle, puzzle, None, in_color()))]
+        label = None if labels is None else labels[i]
+        boards += [(f"segment {n + 1}", data.draw(puzzle, path[n], label, in_color())) for n in changed]
+        print_side_by_side(boards, len(data.draw(puzzle, puzzle, None, False).splitlines()[0]))
+        legal, verdict = data.verdict(puzzle, path[-1])
+        print(f"{'solved' if legal else 'not solved'}: {verdict} | {len(path)} segments, the last change in segment "
+              f"{changed[-1] + 1} | halting confidence {p_halt[len(path) - 1, i]:.3f}\n")
+
+
+def print_side_by_side(boards, width):
+    """boards: (title, lines of text that are `width` wide to the eye) pairs, as many per row as the terminal holds."""
+    per_row = max(1, (shutil.get_terminal_size((120, 24)).columns + 3) // (width + 3))
+    for start in range(0, len(boards), per_row):
+        row = boards[start : start + per_row]
+        print("   ".join(f"{title:{width}}" for title, _ in row))
+        print("\n".join("   ".join(lines) for lines in zip(*(text.splitlines() for _, text in row))))
+
+
+# ---- texts
+
+
+def write_text(model, tokenizer, prompt, options, autocast):
+    """Print a prompt and, as it is written, what the model makes of it. Returns the steps used per token, (n,) int64.
+
+    What is not printable, as in a model's first attempts, is printed as its escape, line ends as they are.
+    """
+    ids, shown, steps = [], "", []
+    color = in_color()
+    print(f"{DIM * color}{prompt}{PLAIN * color}{TINT * color}", end="", flush=True)
+    with contextlib.ExitStack() as stack:
+        stack.callback(print, PLAIN * color, flush=True)
+        stack.enter_context(autocast())
+        for token, used in model.stream([tokenizer.encode(prompt)], **options):
+            steps.append(int(used))
+            if int(token) in options["stop"]:
+                break
+            ids.append(int(token))
+            text = tokenizer.decode(ids)
+            if not text.endswith("\ufffd"):  # else the character may not be whole yet
+                print(_printable(text[len(shown):]), end="", flush=True)
+                shown = text
+    return np.array(steps)
+
+
+def _printable(text):
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
