@@ -538,13 +538,14 @@ class HRM(nn.Module):
         """Score labelled puzzles after given numbers of segments (default [halt_max_steps]). batches: as for step.
 
         Returns depth -> name -> (N,) float tensor on the CPU, a value per puzzle in order: exact_accuracy (is the
-        whole puzzle right), accuracy (share of right cells), segments used. act_eval: stop each row by its Q values. grade is not needed: labels are unique.
+        whole puzzle right), accuracy (share of right cells), segments used. act_eval: stop each row by its Q values.
+        grade is not needed: labels are unique.
         """
         depths = sorted(depths or [self.config.halt_max_steps])
         scores = {depth: {"exact_accuracy": [], "accuracy": [], "segments": []} for depth in depths}
         for batch in batches:
             ids = batch.get("puzzle_identifiers")
-            _, segments, answers, _ = self.solve(batch["inputs"], depths[-1], act_eval, trace=True, puzzle_identifiers=ids)
+            _, segments, answers, _ = self.solve(batch["inputs"], depths[-1], act_eval, True, puzzle_identifiers=ids)
             labelled = batch["labels"] != IGNORE
             for depth, named in scores.items():
                 right = (answers[min(depth, len(answers)) - 1] == batch["labels"]) & labelled  # (B, T)

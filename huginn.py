@@ -25,7 +25,8 @@ Shapes: B rows, T tokens, C = n_embd, nh = n_head, hd = C / nh, V = vocab_size.
     model.generate([[72, 105]], max_new_tokens=20, num_steps=8, temperature=0.0)
 
 At inference (section 5) nothing is retrained for: tokens may stop looping one by one once their prediction has settled
-(`exit`), loops may share cache slots (`cache_budget`), and a token may start from the last one's thought (`warm_start`).
+(`exit`), loops may share cache slots (`cache_budget`), and a token may go on from the last one's thought
+(`warm_start`).
 
 What is left open is settled as in the released code, whose checkpoints `Huginn.load_pretrained` reads, but for two
 points. A single number as num_steps still backpropagates through the last `mean_backprop_depth` steps, where the
@@ -157,7 +158,8 @@ class Attention(nn.Module):
         if cache is not None:
             k, v, mask = cache.update(slot, k, v)  # (B, S, nh, hd) each: all tokens so far
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, nh, T or S, hd)
-        if x.device.type == "cpu" and x.dtype == torch.bfloat16 and T * k.shape[2] <= 128**2:  # backward 3x faster than SDPA
+        if x.device.type == "cpu" and x.dtype == torch.bfloat16 and T * k.shape[2] <= 128**2:
+            # for short texts the backward pass of SDPA is three times slower than this one
             mask = torch.ones(T, T, dtype=torch.bool).tril() if mask is None else mask
             scores = ((q * q.shape[-1] ** -0.5) @ k.mT).masked_fill(~mask, -torch.inf)  # (B, nh, T, S)
             y = scores.softmax(dim=-1) @ v
@@ -207,7 +209,8 @@ class KVCache:
 
     def __init__(self, config, batch_size, max_length, num_steps, budget=-1, dtype=torch.float32, device="cpu"):
         self.steps = num_steps if budget == -1 else min(num_steps, budget)
-        self.n_core, self.n_ends = config.n_layers_in_recurrent_block, config.n_layers_in_prelude + config.n_layers_in_coda
+        self.n_core = config.n_layers_in_recurrent_block
+        self.n_ends = config.n_layers_in_prelude + config.n_layers_in_coda
         shape = (self.n_ends + self.steps * self.n_core, batch_size, max_length, config.n_head, -1)
         # zeros, not empty: what is masked is multiplied by 0, and garbage may be nan
         zeros = torch.zeros(*shape[:-2], config.n_embd, dtype=dtype, device=device)
@@ -377,8 +380,8 @@ class Huginn(nn.Module):
         else:
             last = int(positions.max()) + 1
         if last > self.config.block_size:
-            raise ValueError(f"a text of {last} tokens: this model reads at most {self.config.block_size} (block_size); "
-                             "give a shorter one")
+            raise ValueError(f"a text of {last} tokens: this model reads at most {self.config.block_size} "
+                             "(block_size); give a shorter one")
         if cache is not None:
             cache.begin(positions)
         rotary = self.rotary(positions)
@@ -499,7 +502,8 @@ class Huginn(nn.Module):
     def stream(self, prompts, stop=(), seed=0, **options):
         """Write on from prompts, a token of every row at a time. options: fields of GenerateConfig.
 
-        prompts: a list of B lists of token ids, which may differ in length, or (B, T) integer. stop: ids that end a row.
+        prompts: a list of B lists of token ids, which may differ in length, or (B, T) integer. stop: ids that end a
+        row.
         Yields (next ids (B,) int64, steps of the core that each took (B,)), on the CPU, until every row has met a stop
         id, max_new_tokens or block_size; a row that has ended is -1 from then on. Raises ValueError for prompts that
         are empty, longer than block_size or outside of the vocabulary, and for stop ids outside of it.
@@ -708,7 +712,7 @@ def _folder_state(folder):
 PRESETS = {  # parameters; train.py has the recipe that goes with each
     "nano": HuginnConfig(vocab_size=257, block_size=128, n_embd=128, n_head=4, intermediate_size=384,
                          n_layers_in_prelude=1, n_layers_in_recurrent_block=1, n_layers_in_coda=1,
-                         mean_recurrence=8, mean_backprop_depth=4),
+                         mean_recurrence=6, mean_backprop_depth=3),
     "small": HuginnConfig(block_size=1024, n_embd=768, n_head=12, intermediate_size=2048),
     "paper": HuginnConfig(),
 }

@@ -11,9 +11,10 @@
     python train.py --model huginn --sample 'PROMPT' --num_steps 16    write on from a prompt with the newest run
     python train.py --model huginn --sample 'PROMPT' --init_from DIR   the same with a Hugging Face copy of huginn-0125
 
-Flags are the fields of four dataclasses: TrainConfig here, the model's config, how the model is used once it is trained
-(to solve or to write), and the data's config. A value comes from the first of these that names it: the command line; the
-checkpoint, when a run is resumed, scored or used; the preset; the dataclass. A field that two classes share is one flag.
+Flags are the fields of four dataclasses: TrainConfig here, the model's config, how the model is used once it is
+trained (to solve or to write), and the data's config. A value comes from the first of these that names it: the command
+line; the checkpoint, when a run is resumed, scored or used; the preset; the dataclass. A field that two classes share
+is one flag.
 `--model hrm --data sudoku --help` shows the values in force.
 
 The loop knows a model through one contract, the same for all of them
@@ -101,7 +102,8 @@ class TrainConfig:
     depths: str = "1,2,4,8,16"  # segments or steps of the test table; the best weights are chosen at the deepest
 
     def __post_init__(self):
-        limits = {"seed": (0, 2**32 - 1), "batch_size": (1, 2**20), "grad_accum": (1, 2**20), "eval_batch_size": (1, 2**20), "lr": (0, 1e38),
+        limits = {"seed": (0, 2**32 - 1), "batch_size": (1, 2**20), "grad_accum": (1, 2**20),
+                  "eval_batch_size": (1, 2**20), "lr": (0, 1e38),
                   "ema": (0, 0.99999), "beta1": (0, 0.99999), "beta2": (0, 0.99999), "weight_decay": (0, 1e3),
                   "warmup_steps": (0, 2**40)}
         or_off = ("max_steps", "time_limit", "decay_steps", "grad_clip", "eval_interval")
@@ -117,8 +119,8 @@ MODELS = {"hrm": (hrm.HRM, hrm.HRMConfig, hrm.PRESETS, hrm.SolveConfig),
           "huginn": (huginn.Huginn, huginn.HuginnConfig, huginn.PRESETS, huginn.GenerateConfig)}
 DATA = {"sudoku": (sudoku.SudokuConfig, sudoku.load), "arith": (arith.ArithConfig, arith.load),
         "text": (text.TextConfig, text.load)}
-USES = {"hrm": ("sudoku",), "huginn": ("arith", "text")}  # the data that a model can learn from; the first is the default
-ON_CUDA = {"hrm": "paper", "huginn": "small"}  # the largest preset that trains on a 24 GB card; on a CPU it is the first
+USES = {"hrm": ("sudoku",), "huginn": ("arith", "text")}  # what a model can learn from; the first is the default
+ON_CUDA = {"hrm": "paper", "huginn": "small"}  # the largest preset that trains on a 24 GB card; on a CPU the first
 
 # What a preset sets beside the model: fields of TrainConfig and of the data's config.
 RECIPES = {
@@ -221,7 +223,8 @@ def parse(argv):
     if path:
         with user_errors():
             defaults |= model_class.pretrained_config(path) | saved.get("data_config", {})
-        if known.init_from == "resume" or known.eval_only or known.solve or known.sample:  # else it is a new run, from old weights
+        # else it is a new run, from old weights
+        if known.init_from == "resume" or known.eval_only or known.solve or known.sample:
             defaults |= {name: value for name, value in saved.get("config", {}).items() if name not in OF_THIS_CALL}
     usage = "train.py --model MODEL --data DATA [flags]"
     parser = Parser(description=__doc__.split("\n\n")[0], usage=usage, allow_abbrev=False)
@@ -453,7 +456,7 @@ def use_options(c, use, data):
         specials = data.tokenizer.specials
         for name in filter(None, c.stop.split(",")):
             if name not in specials:
-                raise UserError(f"--stop {name}: the tokenizer has the special tokens {', '.join(specials)}; name these")
+                raise UserError(f"--stop {name}: the tokenizer has the special tokens {', '.join(specials)}; name one")
         stop = [specials[name] for name in filter(None, c.stop.split(","))]
         options |= {"stop": stop or [data.tokenizer.eot], "seed": c.seed}
     return options
@@ -527,7 +530,8 @@ class Trainer:
                 raise UserError(f"--{name} {getattr(self.c, name)}: this run is at a place in the data that goes with "
                                 f"{saved['config'][name]}; resume with that, or start a new run from its weights with "
                                 "--init_from PATH")
-        self.carries = [carry and self.model.Carry(**to_device(carry, self.machine.device)) for carry in saved["carries"]]
+        device = self.machine.device
+        self.carries = [carry and self.model.Carry(**to_device(carry, device)) for carry in saved["carries"]]
         set_rng_state(saved["rng"])
 
     def save(self, name, content):
@@ -552,7 +556,9 @@ class Trainer:
                 loss, named, self.carries[i] = self.model.step(part, self.carries[i])
             count = named["loss"][1]  # a part's loss is a mean over so many
             self.scaler.scale(loss if parts == 1 else loss * count).backward()
-            metrics = {name: tuple(a + b for a, b in zip(pair, metrics.get(name, (0, 0)))) for name, pair in named.items()}
+            for name, (a, b) in named.items():
+                total, number = metrics.get(name, (0, 0))
+                metrics[name] = total + a, number + b
         if parts > 1:
             total = max(float(metrics["loss"][1]), 1)
             for parameter in (p for optimizer in self.optimizers for g in optimizer.param_groups for p in g["params"]):
@@ -812,7 +818,8 @@ def main(argv=None):
     except (torch.OutOfMemoryError, RuntimeError) as error:
         if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
             raise
-        message = f"out of memory: {str(error).splitlines()[0][:150]}; try half the --batch_size, or --grad_accum 2 (4, ...)"
+        message = (f"out of memory: {str(error).splitlines()[0][:150]}; try half the --batch_size, or --grad_accum 2 "
+                   "(4, 8)")
     except KeyboardInterrupt:
         message = "interrupted"
     print(f"train.py: error: {message}", file=sys.stderr)

@@ -7,11 +7,11 @@
 Every example is a question, a worked answer and, at its end, the final number (the last number in the answer):
 
     family     question                                       answer
-    sum2       004712+000595=                                 0005307
-    sum3       004712+000595+038021=                          0043328
-    sum4       004712+000595+038021+000007=                   0043335
-    mul        004712*8=                                      0037696
-    word       Ann has 004712 nuts and gets 000595 more.\\n    004712+000595=0005307
+    sum2       04712+00595=                                   005307
+    sum3       04712+00595+08021=                             013328
+    sum4       04712+00595+08021+00007=                       013335
+    mul        04712*8=                                       037696
+    word       Ann has 04712 nuts and gets 00595 more.\\n      04712+00595=005307
     test only
     sum5       five numbers: a longer chain
     large      sum3 with numbers of `digits` digits, one more than any number in training has
@@ -43,19 +43,22 @@ UNSEEN = ("sum5", "large", "wording")  # out of distribution, in the test split 
 NAMES = "Ann Ben Eva Ida Jon Kim Leo Mia Ned Pia Sam Tom".split()
 THINGS = "nuts pens eggs keys figs maps cups hats".split()
 SENTENCES = [  # trained; a and b stand for the numbers
-    ("+", "{name} has {a} {thing} and gets {b} more."), ("+", "{name} buys {a} {thing}, then {b}."),
-    ("+", "{a} {thing} and {b} {thing}: how many?"), ("*", "{name} has {b} bags of {a} {thing}."),
-    ("*", "{b} boxes, {a} {thing} in each."), ("*", "{a} {thing} a day, for {b} days."),
+    ("+", "{name} has {a} {thing} and gets {b} more."), ("*", "{name} has {b} bags of {a} {thing}."),
+    ("+", "{name} buys {a} {thing}, then {b}."), ("*", "{b} boxes, {a} {thing} in each."),
+    ("+", "{a} {thing} and {b} {thing}: how many?"), ("*", "{a} {thing} a day, for {b} days."),
+    ("+", "{a} {thing} here, {b} there."), ("*", "{name} buys {a} {thing} {b} times."),
+    ("+", "To {a} {thing} {name} adds {b}."), ("*", "{b} sacks hold {a} {thing} each."),
+    ("+", "{a} old {thing}, {b} new ones."), ("*", "Each of {b} carts has {a} {thing}."),
 ]
 OTHER_SENTENCES = [
-    ("+", "{a} {thing} on the left, {b} on the right."), ("+", "First {a} {thing} came. {b} came later."),
-    ("*", "{name} and friends, {b} in all, have {a} {thing} each."), ("*", "{b} rows with {a} {thing} per row."),
+    ("+", "{name} finds {a} {thing}, then {b}."), ("*", "{b} trays of {a} {thing}."),
+    ("+", "{a} {thing} on the left, {b} on the right."), ("*", "{name} has {a} {thing} a day for {b} days."),
 ]
 
 
 @dataclass
 class ArithConfig:
-    digits: int = 6  # digits of a number in a question; in training the first is 0
+    digits: int = 5  # digits of a number in a question; in training the first is 0
     num_train: int = 200000  # examples to train on
     num_val: int = 500  # examples to validate on
     num_test: int = 2400  # examples to test on; an eighth for each of the five trained and three new families
@@ -78,7 +81,7 @@ def number(rng, most):
 
 
 def summands(rng, count, most):
-    """`count` numbers of up to `most` digits; in half of the draws the carry of a column depends on columns far below."""
+    """`count` numbers of up to `most` digits; in half of the draws carries travel far."""
     if rng.random() < 0.5:
         return [number(rng, most) for _ in range(count)]
     width = rng.randint(2, most)
@@ -129,8 +132,8 @@ def draw(split, config, taken):
             if split != "train":
                 taken.add(question)
         elif (tries := tries + 1) > 2 * count + 100_000:
-            raise ValueError(f"digits {config.digits} has too few questions for --num_{split} {count}; give more digits "
-                             "or ask for fewer")
+            raise ValueError(f"digits {config.digits} has too few questions for --num_{split} {count}; give more "
+                             "digits or ask for fewer")
     return examples
 
 
@@ -143,7 +146,7 @@ def build(config, tokenizer):
 def load(config, prepare=True, saved=None):
     """Prepare the data of an ArithConfig, or read it from the cache: PromptData. ValueError, one line, for mistakes.
 
-    prepare False: no splits, only the tokenizer. saved: what state() kept in a checkpoint, whose tokenizer is then used.
+    prepare False: no splits, only the tokenizer. saved: what state() kept in a checkpoint, whose tokenizer is used.
     """
     tokenizer = Tokenizer.from_state(saved["tokenizer"]) if saved else byte_tokenizer()
     if not prepare:

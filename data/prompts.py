@@ -98,9 +98,8 @@ class PromptData:
         lines = [f"{self.name}: tokenizer with {self.tokenizer.vocab_size:,} tokens", *self.notes]
         for name in ("train", "val", "test"):
             rows = getattr(self, name)
-            families, counts = np.unique(rows.source, return_counts=True)
-            lines.append(f"{name}: {len(rows):,} prompts ({', '.join(f'{f} {n:,}' for f, n in zip(families, counts))}), "
-                         f"{len(rows.tokens):,} tokens, {rows.answer.sum():,} of them answers | sha256 "
+            sources = ", ".join(f"{s} {n:,}" for s, n in zip(*np.unique(rows.source, return_counts=True)))
+            lines.append(f"{name}: {len(rows):,} prompts ({sources}), {len(rows.tokens):,} tokens, {rows.answer.sum():,} of them answers | sha256 "
                          f"{content_hash(rows.tokens, rows.starts)[:12]}")
         return lines
 

@@ -212,8 +212,8 @@ def slow_forward(model, tokens, s, num_steps):
         out = x.clone()
         for j in range(hd // 2):
             angle = t * c.rope_base ** (-2 * j / hd)
-            a, b = x[2 * j], x[2 * j + 1]
-            out[2 * j], out[2 * j + 1] = a * math.cos(angle) - b * math.sin(angle), a * math.sin(angle) + b * math.cos(angle)
+            (a, b), cos, sin = x[2 * j : 2 * j + 2], math.cos(angle), math.sin(angle)
+            out[2 * j], out[2 * j + 1] = a * cos - b * sin, a * sin + b * cos
         return out
 
     def attention(x, name):
@@ -293,7 +293,11 @@ def test_no_grad_steps_keep_nothing_for_the_backward_pass():
 
     def saved(steps, checkpoint_core=False):
         model.config.checkpoint_core, sizes = checkpoint_core, {}
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.update({id(t): (t, t.numel())}) or t, lambda t: t):
+        def keep(tensor):
+            sizes[id(tensor)] = tensor, tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             model(tokens, tokens, steps)
         return sum(size for _, size in sizes.values())
 
@@ -626,7 +630,8 @@ def test_a_tiny_model_learns_and_looping_it_helps():
 
     def batch(n, generator):
         a, b = torch.randint(1000, (2, n), generator=generator)
-        digits = [torch.stack([x // 10**i % 10 for i in reversed(range(k))], dim=1) for x, k in ((a, 3), (b, 3), (a + b, 4))]
+        digits = [torch.stack([x // 10**i % 10 for i in reversed(range(k))], dim=1)
+                  for x, k in ((a, 3), (b, 3), (a + b, 4))]
         tokens = torch.cat([*digits[:2], torch.full((n, 1), 10), digits[2]], dim=1)  # (n, 11)
         labels = tokens[:, 1:].clone()
         labels[:, :6] = IGNORE
