@@ -66,8 +66,8 @@ class ArithConfig:
     data_dir: str = "data/cache"  # folder for prepared files
 
     def __post_init__(self):
-        if not 2 <= self.digits <= 15:
-            raise ValueError(f"digits {self.digits}: give 2 to 15")
+        if not 3 <= self.digits <= 15:
+            raise ValueError(f"digits {self.digits}: give 3 to 15")
         for name in ("num_train", "num_val", "num_test", "data_seed"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} {getattr(self, name)}: give 0 or more")

@@ -9,16 +9,20 @@ import pickle
 import random
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
 
+import golden
 import pytest
 import torch
 
+import huginn
 import train
 from data import sudoku
+from data.tokenizer import huggingface_tokenizer
 from hrm import HRM, PRESETS
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -113,7 +117,8 @@ def test_a_run_says_what_it_does_and_exact_accuracy_comes_first(run):
         assert words in out, words
     table = out[out.index("test split, best"):]
     assert table.index("exact_accuracy") < table.index(" accuracy")
-    assert [f"depth {d}" in table for d in (1, 2, 4)] == [True] * 3
+    rows = re.findall(r"^ +(\d+)(?: +[\d.]+){3}$", table, re.MULTILINE)
+    assert [int(depth) for depth in rows][:3] == [1, 2, 4]
     steps = [line for line in log("out/hrm-sudoku") if "loss" in line]
     keys = list(steps[0])
     assert keys.index("exact_accuracy") < keys.index("accuracy") and {"step", "elapsed", "lr"} <= set(keys)
@@ -171,7 +176,7 @@ def test_published_names_are_read(run):
     torch.save(theirs, "published.pt")
     code, out, _ = run(*PAPER_LIKE, "--seq_len", 16, "--eval_only", "--init_from", "published.pt")
     ours = run("--eval_only", "--init_from", "a", tiny=False)[1]
-    assert code == 0 and "depth 4" in out and out[out.index("\ntest split"):] == ours[ours.index("\ntest split"):]
+    assert code == 0 and "exact_accuracy" in out and out[out.index("\ntest split"):] == ours[ours.index("\ntest split"):]
     fails(run("--eval_only", "--init_from", "published.pt"), "published.pt", "seq_len 900", "16")
 
 
@@ -333,7 +338,7 @@ def test_a_run_killed_twice_at_random_ends_with_the_weights_of_one_that_was_not(
     assert [line["step"] for line in log("a") if "loss" in line] == list(range(1, step + 6))
     assert run(*end, "--out_dir", "b", "--eval_interval", 10000)[0] == 0
     killed, straight = (train.read_checkpoint(f"{folder}/last.pt") for folder in "ab")
-    for name in ("model", "ema", "optimizers", "carry", "rng", "step"):
+    for name in ("model", "ema", "optimizers", "carries", "rng", "step"):
         same(killed[name], straight[name], name)
 
 
@@ -396,8 +401,9 @@ def test_every_field_is_a_flag_and_help_shows_the_values_in_force(capsys):
         train.main(["--model", "hrm", "--data", "sudoku", "--preset", "nano-6x6", "--help"])
     text = capsys.readouterr().out
     assert ended.value.code == 0
-    for config in (train.TrainConfig, *[c for _, c, _ in train.MODELS.values()], *[c for c, _ in train.DATA.values()]):
-        assert all(f"--{name} " in text for name in config.__dataclass_fields__), config
+    for config in (train.TrainConfig, *train.MODELS["hrm"][1::2], train.DATA["sudoku"][0]):
+        if isinstance(config, type):
+            assert all(f"--{name} " in text for name in config.__dataclass_fields__), config
     assert str(train.RECIPES["hrm", "nano-6x6"]["max_steps"]) in text and not torch.cuda.is_initialized()
 
 
@@ -420,9 +426,9 @@ def test_help_is_quick():
     assert result.returncode == 0 and seconds < 9
 
 
-def test_no_arguments_show_four_examples(capsys):
+def test_no_arguments_show_examples(capsys):
     assert train.main([]) == 0
-    assert capsys.readouterr().out.count("python train.py") == 4
+    assert capsys.readouterr().out.count("python train.py") == 6
 
 
 def test_dashes_are_underscores(run):
@@ -431,9 +437,12 @@ def test_dashes_are_underscores(run):
 
 def test_every_preset_has_a_recipe_of_known_fields():
     for (model, preset), recipe in train.RECIPES.items():
-        fields = set(train.TrainConfig.__dataclass_fields__) | set(train.DATA["sudoku"][0].__dataclass_fields__)
+        configs = [train.TrainConfig, train.MODELS[model][1], *(train.DATA[name][0] for name in train.USES[model])]
+        fields = set().union(*(config.__dataclass_fields__ for config in configs))
         assert preset in train.MODELS[model][2] and recipe.keys() <= fields
-    assert {("hrm", preset) for preset in PRESETS} == set(train.RECIPES)
+    presets = {model: names for model, (_, _, names, _) in train.MODELS.items()}
+    assert {(model, preset) for model, names in presets.items() for preset in names} == set(train.RECIPES)
+    assert all(train.ON_CUDA[model] in names for model, names in presets.items())
 
 
 @pytest.mark.skipif(not os.path.exists(os.path.join(ROOT, "README.md")), reason="no README beside the tests")
@@ -515,6 +524,141 @@ def test_text_files_name_their_encoding(tmp_path):
     assert result.returncode == 0 and not ours, result.stderr
 
 
+# ---- language models
+
+HUGINN = ("--model huginn --data arith --preset nano --n_embd 32 --n_head 2 --intermediate_size 48 --batch_size 8 "
+          "--num_train 256 --num_val 16 --num_test 16 --depths 1,2,4 --eval_interval 20 --mean_recurrence 2 "
+          "--mean_backprop_depth 1 --digits 3 --max_new_tokens 12 --ema 0").split()
+TEXT = ("--model huginn --data text --preset nano --n_embd 32 --n_head 2 --intermediate_size 48 --batch_size 8 "
+        "--block_size 32 --depths 1,2 --mean_recurrence 2 --mean_backprop_depth 1 --max_new_tokens 12").split()
+SAMPLE = ["--model", "huginn", "--sample", "012+034="]
+
+
+@pytest.fixture
+def lm(run):
+    """As run, for a tiny Huginn."""
+    return lambda *flags: run(*HUGINN, *flags, tiny=False)
+
+
+@pytest.mark.parametrize("flags", [["--dtype", "float32"], ["--dtype", "bfloat16", "--ema", "0.9"],
+                                   ["--grad_accum", "4", "--checkpoint_core"], ["--dtype", "float16"]])
+def test_40_steps_of_huginn_equal_20_and_a_resume_to_the_last_bit(lm, run, flags):
+    """The number of steps and the noise of each are drawn: both must go on where they stopped."""
+    assert lm(*flags, "--max_steps", 40, "--out_dir", "straight")[0] == 0
+    assert lm(*flags, "--max_steps", 20, "--out_dir", "halves")[0] == 0
+    resume = ["--model", "huginn", "--init_from", "resume", "--max_steps", 40, "--out_dir", "halves"]
+    assert run(*resume, tiny=False)[0] == 0
+    straight, halves = (train.read_checkpoint(f"{folder}/last.pt") for folder in ("straight", "halves"))
+    same(straight, halves)
+    assert losses("straight") == losses("halves") and sorted(losses("halves")) == list(range(1, 41))
+    assert len({line["num_steps"] for line in log("straight") if "loss" in line}) > 2
+
+
+def test_a_language_model_tells_answers_by_family_and_shows_samples(lm):
+    code, out, _ = lm("--max_steps", 20)
+    assert code == 0
+    for words in ("huginn on arith, preset nano", "256 prompts", "sha256", "exact_accuracy at depth", "sum5 (2)",
+                  "wording (2)", "steps each", "cache"):
+        assert words in out, words
+    assert re.search(r"^step 20 \| .* \| val exact_accuracy [\d.]+ \| val loss [\d.]+", out, re.MULTILINE)
+    steps = [line for line in log("out/huginn-arith") if "loss" in line]
+    assert {"step", "elapsed", "lr", "loss", "num_steps", "tokens", "flops"} <= set(steps[0])
+    ends = [line for line in log("out/huginn-arith") if "test_loss_4" in line]
+    assert ends and {"test_exact_accuracy_1", "test_loss_1"} <= set(ends[0])
+
+
+def test_parts_of_a_batch_weigh_by_their_labels(lm, monkeypatch):
+    """Four parts with different numbers of labels give the gradient of the whole, not the mean of means."""
+    monkeypatch.setattr(huginn.Huginn, "initial_state", lambda self, e: torch.zeros_like(e))
+    for parts in (1, 4):
+        flags = ["--grad_accum", parts, "--random_recurrence", "false", "--dtype", "float32", "--lr", "1e-2"]
+        assert lm(*flags, "--max_steps", 2, "--grad_clip", -1, "--out_dir", f"{parts}")[0] == 0
+    whole, parts = losses("1"), losses("4")
+    assert whole[1] == pytest.approx(parts[1], rel=1e-6) and whole[2] == pytest.approx(parts[2], rel=1e-4)
+    first = [{n: s["exp_avg"] for n, s in train.read_checkpoint(f"{k}/last.pt")["optimizers"][0]["state"].items()}
+             for k in (1, 4)]
+    for name in first[0]:
+        torch.testing.assert_close(first[0][name], first[1][name], atol=1e-6, rtol=1e-3)
+
+
+def test_a_prompt_is_continued_by_the_newest_run(lm, run):
+    assert lm("--max_steps", 2)[0] == 0
+    shown = [run(*SAMPLE, "--num_steps", 16, "--max_new_tokens", 8, *flags, tiny=False)[1]
+             for flags in ([], [], ["--temperature", 1, "--seed", 1], ["--temperature", 1, "--seed", 2],
+                           ["--exit", "kl", "--exit_threshold", 100, "--min_steps", 3], ["--cache_budget", 2],
+                           ["--warm_start"])]
+    texts = [out[out.index("\n012+034="):].rsplit("\n", 3)[0] for out in shown]
+    assert texts[0] == texts[1] and texts[2] != texts[3]
+    assert "16.0 steps each" in shown[0] and "3.0 steps each" in shown[4]
+    size = [float(re.search(r"cache ([\d.]+) MiB", out)[1]) for out in shown]
+    assert size[0] >= size[5]
+    fails(run("--model", "huginn", "--sample", "", tiny=False), "--sample is empty")
+    fails(run("--model", "huginn", "--sample", "1" * 200, tiny=False), "200 tokens", "128", "block_size")
+    fails(run(*SAMPLE, "--stop", "<|end|>", tiny=False), "--stop <|end|>", "<|endoftext|>")
+    fails(run(*SAMPLE, "--temperature", "-1", tiny=False), "temperature -1")
+    fails(run(*SAMPLE, "--exit", "often", tiny=False), "often", "kl")
+    fails(run("--model", "huginn", "--solve", "1+1=", tiny=False), "--data arith cannot be solved", "--sample")
+    fails(run("--model", "huginn", "--data", "sudoku", tiny=False), "sudoku", "arith, text")
+
+
+def test_puzzles_cannot_be_sampled(run):
+    assert run("--max_steps", 1)[0] == 0
+    fails(run("--sample", "x", tiny=False), "--data sudoku cannot be sampled", "--solve")
+
+
+def test_a_tokenizer_travels_with_its_weights(run, tmp_path):
+    (tmp_path / "book.txt").write_text("the cat sat on the mat. the dog sat on the cat.\n" * 80, encoding="utf-8")
+    flags = ["--data_file", "book.txt", "--tokenizer", "bpe:280", "--max_steps", 3]
+    code, out, _ = run(*TEXT, *flags, tiny=False)
+    assert code == 0 and "vocabulary 280" in out and "val loss" in out
+    os.remove(tmp_path / "book.txt")
+    code, out, err = run("--model", "huginn", "--sample", "the cat", "--data", "text", tiny=False)
+    assert code == 0 and "the cat" in out, err
+    code, out, err = run("--model", "huginn", "--sample", "the cat", "--init_from", "out/huginn-text", tiny=False)
+    assert code == 0, "to sample, a checkpoint needs no --data"
+    fails(run(*HUGINN, "--init_from", "out/huginn-text", "--max_steps", 1, tiny=False), "--data text")
+
+
+def test_a_text_is_resumed_where_it_stopped(run, tmp_path):
+    (tmp_path / "book.txt").write_text("".join(f"line {i} of the book\n" for i in range(300)), encoding="utf-8")
+    flags = [*TEXT, "--data_file", "book.txt"]
+    assert run(*flags, "--max_steps", 12, "--out_dir", "a", tiny=False)[0] == 0
+    assert run(*flags, "--max_steps", 6, "--out_dir", "b", tiny=False)[0] == 0
+    assert run("--model", "huginn", "--data", "text", "--init_from", "resume", "--out_dir", "b", "--max_steps", 12,
+               tiny=False)[0] == 0
+    same(train.read_checkpoint("a/last.pt"), train.read_checkpoint("b/last.pt"))
+    fails(run("--model", "huginn", "--data", "text", "--init_from", "resume", "--out_dir", "b", "--max_steps", 15,
+              "--batch_size", 4, tiny=False), "--batch_size 4", "8")
+
+
+def test_texts_longer_than_the_context_are_told_before_training(lm):
+    fails(lm("--block_size", 16, "--max_steps", 1), "tokens, but --block_size is 16")
+
+
+def test_a_hugging_face_folder_is_sampled_and_tuned_with_its_tokenizer(run, tmp_path):
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    tokenizer = next(iter(golden.folders("qwen_tok")), None)
+    if tokenizer is None:
+        pytest.skip("no golden tokenizer")
+    folder = tmp_path / "hf"
+    shutil.copytree(tokenizer, folder)
+    vocab_size = huggingface_tokenizer(folder).vocab_size + 7  # padded, as published vocabularies are
+    config = huginn.HuginnConfig(vocab_size=vocab_size, block_size=64, n_embd=32, n_head=2, intermediate_size=48,
+                                 mean_recurrence=2)
+    state = {f"transformer.{k}": v for k, v in huginn.Huginn(config).state_dict().items()}
+    save_file(state, folder / "model.safetensors")
+    theirs = {("n_heads" if k == "n_head" else k): v for k, v in vars(config).items()}
+    (folder / "config.json").write_text(json.dumps(theirs), encoding="utf-8")
+    flags = ["--model", "huginn", "--init_from", folder]
+    code, out, err = run(*flags, "--sample", "Hello world", "--max_new_tokens", 4, tiny=False)
+    assert code == 0 and "preset paper" in out and "Hello world" in out, err
+    code, out, err = run(*flags, "--digits", 3, "--num_train", 16, "--num_val", 8, "--num_test", 8, "--batch_size", 4,
+                         "--grad_accum", 2, "--max_steps", 1, "--depths", 1, "--max_new_tokens", 4, tiny=False)
+    assert code == 0 and f"tokenizer with {vocab_size - 7}" in out, err
+    os.remove(folder / "tokenizer.json")
+    fails(run(*flags, "--sample", "Hello", tiny=False), "tokenizer.json")
+
+
 # ---- metrics and solving
 
 
@@ -543,9 +687,9 @@ def test_the_table_tells_whole_puzzles_from_cells(run, cache, monkeypatch):
 
     monkeypatch.setattr(HRM, "solve", solve)
     out = run("--eval_only", "--init_from", "a", tiny=False)[1]
-    assert re.search(r"puzzles +exact_accuracy +accuracy +segments\n", out), "exact accuracy should come first"
+    assert re.search(r"16 in all\n +depth +exact_accuracy +accuracy +segments\n", out), "exact accuracy comes first"
     for depth in (1, 2, 4):
-        assert re.search(rf"depth {depth} +16 +{15 / 16:.4f} +{255 / 256:.4f} +{depth}\.0000\n", out), out
+        assert re.search(rf"^ +{depth} +{15 / 16:.4f} +{255 / 256:.4f} +{depth}\.0000$", out, re.MULTILINE), out
 
 
 def test_exact_accuracy_comes_first_on_the_bar_and_in_validations(run):
@@ -595,7 +739,7 @@ def test_results_are_told_by_source(run, tmp_path):
     rows = [f"{PUZZLE},1234341221434321,easy", "..34341221434321,1234341221434321,harder"]
     (tmp_path / "mine.csv").write_text("puzzle,solution,source\n" + "\n".join(rows) + "\n", encoding="utf-8")
     code, out, _ = run("--eval_only", "--init_from", "a", "--test_file", "mine.csv", tiny=False)
-    assert code == 0 and re.search(r"depth 4: easy +1 ", out) and re.search(r"depth 4: harder +1 ", out)
+    assert code == 0 and out.count("easy (1) ") == out.count("harder (1) ") == 2, "both accuracies at every depth"
 
 
 def test_a_finished_run_is_not_run_again(run):
