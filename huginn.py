@@ -373,15 +373,13 @@ class Huginn(nn.Module):
         noise. cache: a KVCache that the tokens go on from; positions (B, T): where in the text the tokens are, default
         0, 1, ... or on from the cache. Raises ValueError for texts that are longer than block_size.
         """
-        if positions is None:
-            start = cache.length if cache is not None else 0
-            positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).expand(tokens.shape)
-            last = start + tokens.shape[1]
-        else:
-            last = int(positions.max()) + 1
-        if last > self.config.block_size:
-            raise ValueError(f"a text of {last} tokens: this model reads at most {self.config.block_size} "
+        start = 0 if cache is None else cache.length
+        length = start + tokens.shape[1] if positions is None else int(positions.max()) + 1
+        if length > self.config.block_size:
+            raise ValueError(f"a text of {length} tokens: this model reads at most {self.config.block_size} "
                              "(block_size); give a shorter one")
+        if positions is None:
+            positions = torch.arange(start, length, device=tokens.device).expand(tokens.shape)
         if cache is not None:
             cache.begin(positions)
         rotary = self.rotary(positions)
@@ -399,7 +397,9 @@ class Huginn(nn.Module):
         logits = self.head(self.speak(s, rotary, cache))
         loss = None
         if targets is not None:
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE)
+            logits_NV, targets_N = logits.flatten(0, 1).float(), targets.flatten()
+            loss = F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORE, reduction="sum")
+            loss = loss / (targets != IGNORE).sum().clamp(min=1)  # 0, not nan, where nothing is scored
         return logits, loss
 
     def sample_num_steps(self):
@@ -462,27 +462,30 @@ class Huginn(nn.Module):
         """Read tokens (B, T) at positions (B, T) from start states s (B, T, C), each row until its loop has settled.
 
         Prompts and single tokens take the same way. is_token (B, T) bool is false for padding, which is at the right.
-        A row whose loop has settled (`exit`, an Exit) keeps its state and its cache entries whatever the others do.
+        A row whose loop has settled (`exit`, an Exit) keeps its state and its cache entries whatever the others do;
+        time is saved once all have.
         Returns logits (B, V) of each row's last token, its final state (B, C), and the steps used (B,).
         """
         cache.begin(positions)
-        rotary, rows, last = self.rotary(positions), torch.arange(len(tokens)), is_token.sum(dim=1) - 1
+        rotary, last = self.rotary(positions), is_token.sum(dim=1) - 1
+        rows = torch.arange(len(tokens), device=tokens.device)
         e = self.read(tokens, rotary, cache)
-        s, used = s.to(e.dtype), torch.zeros_like(last)
-        cache.active = torch.ones_like(last, dtype=torch.bool)
+        s, used, active = s.to(e.dtype), torch.zeros_like(last), torch.ones_like(last, dtype=torch.bool)
         for step in range(num_steps):
+            cache.active = active if exit else None
             new = self.think(s, e, rotary, cache, step)
-            used += cache.active
-            active = cache.active
-            if exit is not None:
-                logits = None if exit.kind == "latent" else self.head(self.speak(new, rotary, cache)[rows, last])
-                active = active & ~(exit.settled(s, new, logits, is_token) & (used >= min_steps))
-            s = torch.where(cache.active[:, None, None], new, s)
-            cache.active = active
-            if exit is not None and not active.any():
+            used += active
+            if exit is None:
+                s = new
+                continue
+            s_prev, s = s, torch.where(active[:, None, None], new, s)
+            logits = None if exit.kind == "latent" else self.head(self.speak(s, rotary, cache)[rows, last])
+            active = active & ~(exit.settled(s_prev, s, logits, is_token) & (used >= min_steps))
+            if not active.any():
                 break
         cache.active = None
-        cache.fill(used)
+        if exit:
+            cache.fill(used)
         return self.head(self.speak(s, rotary, cache)[rows, last]), s[rows, last], used
 
     def new_cache(self, batch_size, length, num_steps, budget=-1, device=None):

@@ -99,8 +99,9 @@ class PromptData:
         for name in ("train", "val", "test"):
             rows = getattr(self, name)
             sources = ", ".join(f"{s} {n:,}" for s, n in zip(*np.unique(rows.source, return_counts=True)))
+            digest = content_hash(rows.tokens, rows.starts)[:12]
             lines.append(f"{name}: {len(rows):,} prompts ({sources}), {len(rows.tokens):,} tokens, "
-                         f"{rows.answer.sum():,} of them answers | sha256 {content_hash(rows.tokens, rows.starts)[:12]}")
+                         f"{rows.answer.sum():,} of them answers | sha256 {digest}")
         return lines
 
     def train_batch(self, index, batch_size, seed):

@@ -361,6 +361,9 @@ def test_ignored_targets_do_not_count_and_metrics_add_up():
     total, count = metrics["loss"]
     assert count == 9 and total.item() == pytest.approx(9 * want.item(), rel=1e-5)
     assert metrics["num_steps"] == (4, 1) and metrics["tokens"] == (24, 1)
+    loss, metrics, _ = model.step(dict(inputs=inputs, labels=torch.full_like(labels, IGNORE)))
+    loss.backward()
+    assert loss.item() == 0 and metrics["loss"] == (0, 0), "nothing scored is no nan"
 
 
 def test_only_matrices_decay():

@@ -176,7 +176,8 @@ def test_published_names_are_read(run):
     torch.save(theirs, "published.pt")
     code, out, _ = run(*PAPER_LIKE, "--seq_len", 16, "--eval_only", "--init_from", "published.pt")
     ours = run("--eval_only", "--init_from", "a", tiny=False)[1]
-    assert code == 0 and "exact_accuracy" in out and out[out.index("\ntest split"):] == ours[ours.index("\ntest split"):]
+    table, ours = (text[text.index("\ntest split"):] for text in (out, ours))
+    assert code == 0 and "exact_accuracy" in table and table == ours
     fails(run("--eval_only", "--init_from", "published.pt"), "published.pt", "seq_len 900", "16")
 
 
