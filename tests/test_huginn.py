@@ -10,6 +10,7 @@ import math
 import golden
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from huginn import IGNORE, PRESETS, Exit, GenerateConfig, Huginn, HuginnConfig, KVCache, sample
@@ -337,6 +338,27 @@ def test_an_int_is_split_and_training_draws_anew_each_time():
     assert model.split_steps() == first, "the draw comes from the generator that checkpoints hold"
     model.config.random_recurrence = False
     assert model.split_steps() == (2, 2)
+
+
+def draw_steps(rank, path, results):
+    """One of two processes: its seed differs, its numbers of steps must not."""
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    model = tiny(seed=rank).train()
+    results[rank] = [sum(model.split_steps()) for _ in range(5)]
+    dist.destroy_process_group()
+
+
+def test_all_ranks_draw_the_same_number_of_steps(tmp_path):
+    context = torch.multiprocessing.get_context("spawn")
+    with context.Manager() as manager:
+        results = manager.dict()
+        ranks = [context.Process(target=draw_steps, args=(rank, tmp_path / "meet", results)) for rank in (0, 1)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(60)
+            assert process.exitcode == 0
+        assert results[0] == results[1] and len(set(results[0])) > 1
 
 
 def test_autocast_leaves_no_weight_without_gradient():
