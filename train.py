@@ -202,15 +202,15 @@ def parse(argv):
     first = Parser(add_help=False, allow_abbrev=False)  # model, data, preset and checkpoint decide the other defaults
     add_flags(first, TrainConfig, {})
     known, _ = first.parse_known_args([word for word in argv if word not in ("-h", "--help")])
-    known.data = known.data or USES[known.model][0]
-    if known.data not in USES[known.model]:
-        can = ", ".join(USES[known.model])
-        raise UserError(f"--model {known.model} cannot use --data {known.data}; it can use {can}")
-    (model_class, model_config, presets, use_config), (data_config, _) = MODELS[known.model], DATA[known.data]
     path, saved = checkpoint_path(known), {}
     if path and os.path.isfile(path):
         saved = read_checkpoint(path)
         check_saved(saved, known, path)
+    known.data = known.data or saved.get("config", {}).get("data") or USES[known.model][0]
+    if known.data not in USES[known.model]:
+        can = ", ".join(USES[known.model])
+        raise UserError(f"--model {known.model} cannot use --data {known.data}; it can use {can}")
+    (model_class, model_config, presets, use_config), (data_config, _) = MODELS[known.model], DATA[known.data]
     preset = known.preset or saved.get("config", {}).get("preset")
     if not preset:  # published weights are of the largest, whatever this machine is
         published = path and "model_config" not in saved
@@ -222,10 +222,13 @@ def parse(argv):
     defaults |= {"preset": preset, "data": known.data}
     if path:
         with user_errors():
-            defaults |= model_class.pretrained_config(path) | saved.get("data_config", {})
+            defaults |= model_class.pretrained_config(path)
+        if known.data == saved.get("config", {}).get("data"):
+            defaults |= saved["data_config"]
         # else it is a new run, from old weights
         if known.init_from == "resume" or known.eval_only or known.solve or known.sample:
             defaults |= {name: value for name, value in saved.get("config", {}).items() if name not in OF_THIS_CALL}
+            defaults |= {} if known.solve or known.sample else saved.get("use_config", {})
     usage = "train.py --model MODEL --data DATA [flags]"
     parser = Parser(description=__doc__.split("\n\n")[0], usage=usage, allow_abbrev=False)
     classes = (TrainConfig, model_config, use_config, data_config)
@@ -261,8 +264,8 @@ def checkpoint_path(known):
     if not folder:
         runs = glob.glob(os.path.join("out", f"{known.model}-{known.data}*", "last.pt"))
         if not runs:
-            raise UserError(f"no run of {known.model} on {known.data} under out; train one, or name a checkpoint "
-                            "with --init_from")
+            what = known.model + (f" on {known.data}" if known.data else "")
+            raise UserError(f"no run of {what} under out; train one, or name a checkpoint with --init_from")
         folder = os.path.dirname(max(runs, key=os.path.getmtime))
     for name in ("best.pt", "last.pt") if reads else ("last.pt",):
         if os.path.exists(os.path.join(folder, name)):
@@ -303,9 +306,9 @@ def check_saved(saved, known, path):
     if goes_on and "optimizers" not in saved:
         raise UserError(f"{path} holds weights only, which cannot be resumed; start a new run from them with "
                         f"--init_from {path}")
-    for name in ("model", "data") if not known.sample else ("model",):
-        theirs = saved.get("config", {}).get(name, getattr(known, name))
-        if theirs != getattr(known, name):
+    for name in ("model", "data") if goes_on else ("model",):
+        theirs = saved.get("config", {}).get(name, "")
+        if theirs and getattr(known, name) not in ("", theirs):
             raise UserError(f"{path} is a run with --{name} {theirs}, not {getattr(known, name)}; "
                             f"give --{name} {theirs}")
 
@@ -549,11 +552,12 @@ class Trainer:
 
     def forward_backward(self, batch):
         """Leaves the gradient of the whole batch, computed in grad_accum parts -> metrics: name -> (total, count)."""
-        parts, metrics = self.c.grad_accum, {}
+        parts, metrics, carries = self.c.grad_accum, {}, []
         for i in range(parts):
             part = {name: tensor.chunk(parts)[i] for name, tensor in batch.items()}
             with self.machine.autocast():
-                loss, named, self.carries[i] = self.model.step(part, self.carries[i])
+                loss, named, carry = self.model.step(part, self.carries[i])
+            carries.append(carry)
             count = named["loss"][1]  # a part's loss is a mean over so many
             self.scaler.scale(loss if parts == 1 else loss * count).backward()
             for name, (a, b) in named.items():
@@ -564,6 +568,7 @@ class Trainer:
             for parameter in (p for optimizer in self.optimizers for g in optimizer.param_groups for p in g["params"]):
                 if parameter.grad is not None:
                     parameter.grad /= total
+        self.carries = carries  # only now: if a compiled part fails, the step is done again
         return metrics
 
     def one_step(self):

@@ -126,7 +126,8 @@ class PromptData:
         right = []
         for label, answer in zip(np.asarray(labels), answers):
             reference = final_number(self.tokenizer.decode(label[label != IGNORE].tolist()))
-            right.append(reference is not None and final_number(self.tokenizer.decode(answer)) == reference)
+            given = final_number(self.tokenizer.decode(answer, strict=False))
+            right.append(reference is not None and given == reference)
         return torch.tensor(right, dtype=torch.float32)
 
     def examples(self, split_name, number):

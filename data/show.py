@@ -86,7 +86,7 @@ def write_text(model, tokenizer, prompt, options, autocast):
             if int(token) in options["stop"]:
                 break
             ids.append(int(token))
-            text = tokenizer.decode(ids)
+            text = tokenizer.decode(ids, strict=False)
             if not text.endswith("\ufffd"):  # else the character may not be whole yet
                 print(_printable(text[len(shown):]), end="", flush=True)
                 shown = text

@@ -87,10 +87,14 @@ class Tokenizer:
                                  "encode it in shorter parts") from None
         return ids if self._id_of_rank is None else [self._id_of_rank[rank] for rank in ids]
 
-    def decode(self, ids):
-        """Ids (any iterable of integers, or a tensor) -> text. ValueError, one line, for an id that does not exist."""
+    def decode(self, ids, strict=True):
+        """Ids (any iterable of integers, or a tensor) -> text. ValueError, one line, for an id that does not exist.
+
+        strict False: such an id becomes U+FFFD. Models have some: published vocabularies are padded.
+        """
         ids = ids.tolist() if hasattr(ids, "tolist") else ids
-        return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
+        get = self.token_bytes if strict else lambda number: self._bytes.get(number, "\ufffd".encode("utf-8"))
+        return b"".join(map(get, ids)).decode("utf-8", errors="replace")
 
     def token_bytes(self, number):
         """The bytes of one token. ValueError, one line, for an id that does not exist."""

@@ -133,6 +133,13 @@ def kinds(trained, tmp_path_factory):
 # ----------------------------------------------------------------------------------------------------------------------
 # Tokenizers
 
+def test_ids_that_do_not_exist_are_an_error_or_a_mark():
+    tokenizer = byte_tokenizer()
+    with pytest.raises(ValueError, match="token id 300"):
+        tokenizer.decode([72, 300])
+    assert tokenizer.decode([72, 300, 105], strict=False) == "H\ufffdi"
+
+
 def test_any_text_comes_back_as_it_was(kinds):
     for tokenizer in kinds:
         for text in [*TRICKY, STORY, *random_texts(60)]:
