@@ -532,7 +532,7 @@ HUGINN = ("--model huginn --data arith --preset nano --n_embd 32 --n_head 2 --in
           "--num_train 256 --num_val 16 --num_test 16 --depths 1,2,4 --eval_interval 20 --mean_recurrence 2 "
           "--mean_backprop_depth 1 --digits 3 --max_new_tokens 12 --ema 0").split()
 TEXT = ("--model huginn --data text --preset nano --n_embd 32 --n_head 2 --intermediate_size 48 --batch_size 8 "
-        "--block_size 32 --depths 1,2 --mean_recurrence 2 --mean_backprop_depth 1 --max_new_tokens 12").split()
+        "--block_size 64 --depths 1,2 --mean_recurrence 2 --mean_backprop_depth 1 --max_new_tokens 12").split()
 SAMPLE = ["--model", "huginn", "--sample", "012+034="]
 
 
