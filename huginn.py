@@ -534,8 +534,13 @@ class Huginn(nn.Module):
 
     def generate(self, prompts, max_new_tokens, stop=(), seed=0, **options):
         """As stream, to the end -> a list of B lists of new token ids, each with the stop id that ended it, if any."""
-        steps = [ids.tolist() for ids, _ in self.stream(prompts, stop, seed, max_new_tokens=max_new_tokens, **options)]
-        return [[token for token in row if token >= 0] for row in zip(*steps)]
+        return self._write(prompts, max_new_tokens=max_new_tokens, stop=stop, seed=seed, **options)[0]
+
+    def _write(self, prompts, **options):
+        """As generate, and the mean number of steps that each row's tokens took (B,) float32."""
+        ids, used = (torch.stack(part, dim=1) for part in zip(*self.stream(prompts, **options)))  # (B, new tokens) each
+        written = ids >= 0
+        return [row[row >= 0].tolist() for row in ids], (used * written).sum(dim=1) / written.sum(dim=1)
 
     def _padded(self, prompts, stop):
         """Prompts as in stream -> lengths (B,), tokens (B, T) padded at the right."""
@@ -563,7 +568,8 @@ class Huginn(nn.Module):
         Returns depth -> name -> (N,) float tensor on the CPU, a value per row in order. loss: the mean over the row's
         labelled tokens. With `grade` and batches that hold prompt_lengths (B,), first of all exact_accuracy: the rows'
         first tokens are continued, by default greedily, options as in stream, and grade(labels (B, T), list of B lists
-        of new ids) -> (B,) says which answers are right; an answer may be twice as long as the longest label.
+        of new ids) -> (B,) says which answers are right; an answer may be twice as long as the longest label. With an exit,
+        also the mean steps of an answer's tokens.
         """
         depths = sorted(depths or [self.config.mean_recurrence])
         scores = {depth: {} for depth in depths}
@@ -574,8 +580,10 @@ class Huginn(nn.Module):
                     longest = int((batch["labels"] != IGNORE).sum(dim=1).max())
                     limit = min(2 * longest, options.get("max_new_tokens", 2 * longest))
                     prompts = [row[:n] for row, n in zip(batch["inputs"], batch["prompt_lengths"].tolist())]
-                    answers = self.generate(prompts, **options | {"num_steps": depth, "max_new_tokens": limit})
-                    named.setdefault("exact_accuracy", []).append(grade(batch["labels"], answers))
+                    answers, steps = self._write(prompts, **options | {"num_steps": depth, "max_new_tokens": limit})
+                    named.setdefault("exact_accuracy", []).append(grade(batch["labels"].cpu(), answers))
+                    if options.get("exit", "none") != "none":
+                        named.setdefault("steps", []).append(steps)
                 named.setdefault("loss", []).append(losses[depth].cpu())
         return {depth: {name: torch.cat(parts) for name, parts in named.items()} for depth, named in scores.items()}
 

@@ -28,7 +28,7 @@ def print_scores(title, scores, sources=None):
         print(f"  {depth:>7}" + "".join(f"{mean:>16.4f}" for mean in means(named).values()))
     kinds = list(dict.fromkeys(sources.tolist())) if sources is not None else []
     width = max(map(len, kinds), default=0)
-    for name in (name for name in names if name != "segments" and len(kinds) > 1):
+    for name in (name for name in names if name not in ("segments", "steps") and len(kinds) > 1):
         print(f"  {name} at depth" + " " * max(width - len(name) + 1, 1) + "".join(f"{depth:>8}" for depth in scores))
         for kind in kinds:
             chosen = torch.from_numpy(sources == kind)

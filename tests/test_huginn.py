@@ -575,6 +575,8 @@ def test_evaluation_scores_loss_and_answers_at_each_depth():
     prompts = [row[:n].tolist() for row, n in zip(inputs, [3, 7, 7, 5])]
     assert seen[1] == model.generate(prompts, 6, stop=[7], num_steps=4)
     assert list(model.evaluate([batch])[4]) == ["loss"]
+    named = model.evaluate([batch], [6], grade, exit="kl", exit_threshold=1e9, min_steps=3)[6]
+    assert list(named) == ["exact_accuracy", "steps", "loss"] and named["steps"].tolist() == [3] * 4
 
 
 # ---- checkpoints
