@@ -520,8 +520,10 @@ class Huginn(nn.Module):
         positions = torch.arange(tokens.shape[1], device=device).expand(tokens.shape)  # (B, T)
         s, is_token = noise[positions], positions < lengths[:, None]
         ended, stop = torch.zeros_like(lengths, dtype=torch.bool), torch.tensor(list(stop), device=device)
-        for _ in range(o.max_new_tokens):
-            exit = None if o.exit == "none" else Exit(o.exit, o.exit_threshold)
+        for i in range(o.max_new_tokens):
+            # the prompt is read with all steps: that its last prediction has settled says little of what later tokens
+            # will look up in it
+            exit = Exit(o.exit, o.exit_threshold) if i and o.exit != "none" else None
             logits, last_s, used = self.advance(tokens, positions, s, cache, num_steps, is_token, exit, o.min_steps)
             ids = sample(logits, o.temperature, o.top_k, o.top_p, generator)
             yield ids.where(~ended, -1).cpu(), used.cpu()
@@ -568,8 +570,8 @@ class Huginn(nn.Module):
         Returns depth -> name -> (N,) float tensor on the CPU, a value per row in order. loss: the mean over the row's
         labelled tokens. With `grade` and batches that hold prompt_lengths (B,), first of all exact_accuracy: the rows'
         first tokens are continued, by default greedily, options as in stream, and grade(labels (B, T), list of B lists
-        of new ids) -> (B,) says which answers are right; an answer may be twice as long as the longest label. With an exit,
-        also the mean steps of an answer's tokens.
+        of new ids) -> (B,) says which answers are right; an answer may be twice as long as the longest label. With an
+        exit, also the mean steps of an answer's tokens.
         """
         depths = sorted(depths or [self.config.mean_recurrence])
         scores = {depth: {} for depth in depths}

@@ -471,7 +471,9 @@ def test_min_steps_and_thresholds_hold():
     model = tiny()
 
     def used(**options):
-        return torch.stack([n for _, n in model.stream([[3, 1, 4]], num_steps=9, max_new_tokens=6, **options)])
+        prompt, *steps = [int(n) for _, n in model.stream([[3, 1, 4]], num_steps=9, max_new_tokens=6, **options)]
+        assert prompt == 9, "the prompt is read with all steps"
+        return torch.tensor(steps)
 
     assert (used() == 9).all() and (used(exit="kl", exit_threshold=0) == 9).all()
     assert (used(exit="kl", exit_threshold=1e9) == 1).all()
@@ -576,7 +578,8 @@ def test_evaluation_scores_loss_and_answers_at_each_depth():
     assert seen[1] == model.generate(prompts, 6, stop=[7], num_steps=4)
     assert list(model.evaluate([batch])[4]) == ["loss"]
     named = model.evaluate([batch], [6], grade, exit="kl", exit_threshold=1e9, min_steps=3)[6]
-    assert list(named) == ["exact_accuracy", "steps", "loss"] and named["steps"].tolist() == [3] * 4
+    assert list(named) == ["exact_accuracy", "steps", "loss"]
+    assert named["steps"].tolist() == [(6 + 5 * 3) / 6] * 4, "the prompt takes all 6"
 
 
 # ---- checkpoints

@@ -591,7 +591,7 @@ def test_a_prompt_is_continued_by_the_newest_run(lm, run):
                            ["--warm_start"])]
     texts = [out[out.index("\n012+034="):].rsplit("\n", 3)[0] for out in shown]
     assert texts[0] == texts[1] and texts[2] != texts[3]
-    assert "16.0 steps each" in shown[0] and "3.0 steps each" in shown[4]
+    assert "16.0 steps each" in shown[0] and f"{(16 + 7 * 3) / 8:.1f} steps each" in shown[4]
     size = [float(re.search(r"cache ([\d.]+) MiB", out)[1]) for out in shown]
     assert size[0] >= size[5]
     fails(run("--model", "huginn", "--sample", "", tiny=False), "--sample is empty")
