@@ -286,6 +286,27 @@ class Exit:
         return self.value >= self.threshold
 
 
+# ---- loss and choice of the next token
+
+
+def mean_loss(logits, targets):
+    """Cross entropy of logits (N, V), targets (N,), in float32; the mean where not IGNORE, 0 where there is none."""
+    loss = F.cross_entropy(logits.float(), targets, ignore_index=IGNORE, reduction="sum")
+    return loss / (targets != IGNORE).sum().clamp(min=1)
+
+
+def sample(logits, temperature, top_k=-1, top_p=1.0, generator=None):
+    """logits (B, V) -> the next token (B,) int64, among the top_k likeliest, within the top_p likeliest; 0 = greedy."""
+    if temperature == 0:
+        return logits.argmax(dim=-1)
+    ordered, ids = (logits.float() / temperature).sort(dim=-1, descending=True)
+    p = ordered.softmax(dim=-1)
+    p = p.masked_fill(p.cumsum(dim=-1) - p >= top_p, 0.0)  # the likeliest always stays
+    if top_k != -1:
+        p[:, top_k:] = 0.0
+    return ids.gather(1, torch.multinomial(p, 1, generator=generator)).squeeze(1)
+
+
 # ---- the model
 
 
@@ -368,10 +389,18 @@ class Huginn(nn.Module):
     def forward(self, tokens, targets=None, num_steps=None, state=None, cache=None, positions=None):
         """tokens (B, T) integer -> logits (B, T, V), loss (float32 scalar, or None without targets).
 
-        targets: (B, T) integer, shifted already, IGNORE where not scored. num_steps: how often to loop, or a pair
-        (without, with) gradient; default: drawn in training, else mean_recurrence. state: s_0 (B, T, C); default:
-        noise. cache: a KVCache that the tokens go on from; positions (B, T): where in the text the tokens are, default
-        0, 1, ... or on from the cache. Raises ValueError for texts that are longer than block_size.
+        targets: (B, T) integer, shifted already, IGNORE where not scored. The rest as in hidden_states.
+        """
+        logits = self.head(self.hidden_states(tokens, num_steps, state, cache, positions))
+        return logits, None if targets is None else mean_loss(logits.flatten(0, 1), targets.flatten())
+
+    def hidden_states(self, tokens, num_steps=None, state=None, cache=None, positions=None):
+        """tokens (B, T) integer -> what `head` turns into logits (B, T, C).
+
+        num_steps: how often to loop, or a pair (without, with) gradient; default: drawn in training, else
+        mean_recurrence. state: s_0 (B, T, C); default: noise. cache: a KVCache that the tokens go on from; positions
+        (B, T): where in the text the tokens are, default 0, 1, ... or on from the cache. Raises ValueError for texts
+        that are longer than block_size.
         """
         start = 0 if cache is None else cache.length
         length = start + tokens.shape[1] if positions is None else int(positions.max()) + 1
@@ -394,13 +423,7 @@ class Huginn(nn.Module):
                 s = checkpoint(self.think, s, e, rotary, cache, step, use_reentrant=False)
             else:
                 s = self.think(s, e, rotary, cache, step)
-        logits = self.head(self.speak(s, rotary, cache))
-        loss = None
-        if targets is not None:
-            logits_NV, targets_N = logits.flatten(0, 1).float(), targets.flatten()
-            loss = F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORE, reduction="sum")
-            loss = loss / (targets != IGNORE).sum().clamp(min=1)  # 0, not nan, where nothing is scored
-        return logits, loss
+        return self.speak(s, rotary, cache)
 
     def sample_num_steps(self):
         """(steps without gradient, steps with): a draw of section 3.3, the same on every rank."""
@@ -432,9 +455,9 @@ class Huginn(nn.Module):
         up over steps and ranks and then divided; the count of "loss" is what the loss is a mean over.
         """
         inputs, labels = batch["inputs"], batch["labels"]
-        steps = self.split_steps()
-        _, loss = self(inputs, labels, steps)
-        count = (labels != IGNORE).sum()
+        steps, scored = self.split_steps(), labels != IGNORE  # (B, T); the head is only computed where it counts
+        loss = mean_loss(self.head(self.hidden_states(inputs, steps)[scored]), labels[scored])
+        count = scored.sum()
         return loss, {"loss": (loss.detach() * count, count), "num_steps": (sum(steps), 1),
                       "tokens": (inputs.numel(), 1), "flops": (self.flops(inputs.shape, *steps), 1)}, None
 
@@ -593,14 +616,17 @@ class Huginn(nn.Module):
         """depth -> loss of each row (B,), from one loop through all depths."""
         positions = torch.arange(batch["inputs"].shape[1], device=batch["inputs"].device)
         rotary, labels, losses = self.rotary(positions), batch["labels"], {}
+        scored = labels != IGNORE
+        row = scored.nonzero()[:, 0]  # of each scored token
         e = self.read(batch["inputs"], rotary)
         s = self.noise_table(len(positions), 0).to(e.dtype).expand_as(e)
         for step in range(depths[-1]):
             s = self.think(s, e, rotary)
             if step + 1 in depths:
-                logits = self.head(self.speak(s, rotary)).float()  # (B, T, V)
-                loss = F.cross_entropy(logits.mT, labels, ignore_index=IGNORE, reduction="none")  # (B, T)
-                losses[step + 1] = loss.sum(dim=1) / (labels != IGNORE).sum(dim=1).clamp(min=1)
+                logits = self.head(self.speak(s, rotary)[scored]).float()  # (scored tokens, V)
+                loss = F.cross_entropy(logits, labels[scored], reduction="none")
+                total = torch.zeros(len(labels), device=labels.device).index_add_(0, row, loss)  # (B,)
+                losses[step + 1] = total / scored.sum(dim=1).clamp(min=1)
         return losses
 
     # ---- checkpoints
@@ -631,18 +657,6 @@ class Huginn(nn.Module):
             state[name] = state[name].to(dtype)  # one at a time: never two copies of the whole
         model.load_state_dict(state, assign=True)
         return model
-
-
-def sample(logits, temperature, top_k=-1, top_p=1.0, generator=None):
-    """logits (B, V) -> the next token (B,) int64, among the top_k likeliest, within the top_p likeliest; 0 = greedy."""
-    if temperature == 0:
-        return logits.argmax(dim=-1)
-    ordered, ids = (logits.float() / temperature).sort(dim=-1, descending=True)
-    p = ordered.softmax(dim=-1)
-    p = p.masked_fill(p.cumsum(dim=-1) - p >= top_p, 0.0)  # the likeliest always stays
-    if top_k != -1:
-        p[:, top_k:] = 0.0
-    return ids.gather(1, torch.multinomial(p, 1, generator=generator)).squeeze(1)
 
 
 # ---- reading checkpoints
