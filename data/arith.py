@@ -9,18 +9,18 @@ Every example is a question, a worked answer and, at its end, the final number (
     family     question                                       answer
     sum2       04712+00595=                                   005307
     sum3       04712+00595+08021=                             013328
-    sum4       04712+00595+08021+00007=                       013335
+    sum4, sum5 and so on
     mul        04712*8=                                       037696
     word       Ann has 04712 nuts and gets 00595 more.\\n      04712+00595=005307
     test only
-    sum5       five numbers: a longer chain
+    sum6       six numbers: a longer chain
     large      sum3 with numbers of `digits` digits, one more than any number in training has
     wording    word, in sentences that training does not have
 
 Numbers have a fixed width, with leading zeros, `digits` in a question and one more in a result, as in columns on
 paper: a small model then learns in minutes where to look, and what remains is what takes thought. The answer is written
 from its largest digit on, so a carry must be known before the digits that cause it are written: it has to be thought
-through. Half of the sums are made so that carries travel far: runs of columns that sum to 9, 19, ... or 8.
+through. Two thirds of the sums are made so that carries travel far: runs of columns that sum to 9, 19, ... or 8.
 
 No question of the validation or test split is in training. Written to data_dir: arith-<key>.npz; the key hashes every
 setting that matters.
@@ -37,8 +37,8 @@ from data.prompts import PromptData, Rows
 from data.tokenizer import Tokenizer, byte_tokenizer
 
 FORMAT = 1  # part of the cache key: raise it when the prepared files change
-TRAINED = ("sum2", "sum3", "sum4", "mul", "word")
-UNSEEN = ("sum5", "large", "wording")  # out of distribution, in the test split only
+TRAINED = ("sum2", "sum3", "sum4", "sum5", "mul", "word")
+UNSEEN = ("sum6", "large", "wording")  # out of distribution, in the test split only
 
 NAMES = "Ann Ben Eva Ida Jon Kim Leo Mia Ned Pia Sam Tom".split()
 THINGS = "nuts pens eggs keys figs maps cups hats".split()
@@ -61,7 +61,7 @@ class ArithConfig:
     digits: int = 5  # digits of a number in a question; in training the first is 0
     num_train: int = 200000  # examples to train on
     num_val: int = 500  # examples to validate on
-    num_test: int = 1600  # examples to test on; an eighth for each of the five trained and three new families
+    num_test: int = 1800  # examples to test on; a ninth for each of the six trained and three new families
     data_seed: int = 0  # seed of the generator
     data_dir: str = "data/cache"  # folder for prepared files
 
@@ -81,8 +81,8 @@ def number(rng, most):
 
 
 def summands(rng, count, most):
-    """`count` numbers of up to `most` digits; in half of the draws carries travel far."""
-    if rng.random() < 0.5:
+    """`count` numbers of up to `most` digits; in two of three draws carries travel far."""
+    if rng.random() < 1 / 3:
         return [number(rng, most) for _ in range(count)]
     width = rng.randint(2, most)
     columns = [rng.choices(range(10), k=count) for _ in range(width)]  # the largest digits first
