@@ -197,4 +197,4 @@ def test_rows_of_a_large_vocabulary_are_uint32():
 
 def test_examples_show_each_family(data):
     shown = data.examples("test", 1)
-    assert len(shown) == 8 and shown[0] == next(texts(data, "test"))[0]
+    assert len(shown) == 9 and shown[0] == next(texts(data, "test"))[0]
