@@ -114,7 +114,7 @@ def truncated_normal_(tensor, std):
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last axis; the division is in float32. (..., C) -> (..., C) in x's dtype."""
+    """x / rms(x) * weight over the last axis, in float32. (..., C) -> (..., C) in x's dtype."""
 
     def __init__(self, width, eps=1e-6):
         super().__init__()
@@ -122,8 +122,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x):
-        normed = F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps).to(x.dtype)
-        return normed * self.weight.to(x.dtype)
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
 
 
 def rotary_table(n_positions, head_dim, base, device=None):
@@ -152,17 +151,16 @@ class Attention(nn.Module):
     def forward(self, x, rotary, cache=None, slot=0):
         """x (B, T, C), rotary as in apply_rotary; with a cache, T tokens that go on from it -> (B, T, C)."""
         B, T, C = x.shape
-        qk, v = self.Wqkv(x).view(B, T, 3, self.n_head, -1).split([2, 1], dim=2)  # (B, T, 2 or 1, nh, hd)
-        q, k = apply_rotary(qk + self.qk_bias[:, 0].to(x.dtype), rotary).unbind(2)  # (B, T, nh, hd) each
-        v, mask = v.squeeze(2), None
+        qkv, mask = self.Wqkv(x).view(B, T, 3, self.n_head, -1), None  # (B, T, 3, nh, hd)
+        q, k = apply_rotary(qkv[:, :, :2] + self.qk_bias[:, 0].to(x.dtype), rotary).unbind(2)  # (B, T, nh, hd) each
+        v = qkv[:, :, 2]
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, nh, T, hd)
         if cache is not None:
-            k, v, mask = cache.update(slot, k, v)  # (B, S, nh, hd) each: all tokens so far
-        q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, nh, T or S, hd)
+            k, v, mask = cache.update(slot, k, v)  # (B, nh, S, hd) each: all tokens so far
         if x.device.type == "cpu" and x.dtype == torch.bfloat16 and T * k.shape[2] <= 128**2:
             # for short texts the backward pass of SDPA is three times slower than this one
-            mask = torch.ones(T, T, dtype=torch.bool).tril() if mask is None else mask
-            scores = ((q * q.shape[-1] ** -0.5) @ k.mT).masked_fill(~mask, -torch.inf)  # (B, nh, T, S)
-            y = scores.softmax(dim=-1) @ v
+            mask = torch.full((T, T), -torch.inf, dtype=x.dtype).triu(1) if mask is None else mask
+            y = ((q * q.shape[-1] ** -0.5) @ k.mT + mask).softmax(dim=-1) @ v  # scores are (B, nh, T, S)
         else:
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=cache is None)
         return self.proj(y.transpose(1, 2).reshape(B, T, C))
@@ -211,10 +209,10 @@ class KVCache:
         self.steps = num_steps if budget == -1 else min(num_steps, budget)
         self.n_core = config.n_layers_in_recurrent_block
         self.n_ends = config.n_layers_in_prelude + config.n_layers_in_coda
-        shape = (self.n_ends + self.steps * self.n_core, batch_size, max_length, config.n_head, -1)
+        shape = (self.n_ends + self.steps * self.n_core, batch_size, config.n_head, max_length,
+                 config.n_embd // config.n_head)
         # zeros, not empty: what is masked is multiplied by 0, and garbage may be nan
-        zeros = torch.zeros(*shape[:-2], config.n_embd, dtype=dtype, device=device)
-        self.k, self.v = zeros.view(shape), zeros.clone().view(shape)  # (slots, B, S_max, nh, hd)
+        self.k, self.v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))  # (slots, B, nh, S_max, hd)
         self.length = 0  # tokens so far, of the longest row
         self.active = None  # (B,) bool: rows that may be written to; None = all
 
@@ -231,21 +229,23 @@ class KVCache:
         self.length = max(self.length, int(positions.max()) + 1)
         self.positions, self.rows = positions, torch.arange(len(positions), device=positions.device)[:, None]  # (B, 1)
         keys = torch.arange(self.length, device=positions.device)
-        self.mask = (keys <= positions[..., None])[:, None]  # (B, 1, T, S)
+        later = (keys > positions[..., None])[:, None]  # (B, 1, T, S)
+        self.mask = torch.zeros_like(later, dtype=self.k.dtype).masked_fill_(later, -torch.inf)  # added to the scores
 
     def update(self, slot, k, v):
-        """Store k, v (B, T, nh, hd) of the announced tokens -> all so far (B, S, nh, hd) each, and the mask."""
+        """Store k, v (B, nh, T, hd) of the announced tokens -> all so far (B, nh, S, hd) each, and the mask."""
         for store, new in ((self.k[slot], k), (self.v[slot], v)):
+            new = new.transpose(1, 2)  # (B, T, nh, hd), as what is indexed below
             if self.active is not None:
-                new = torch.where(self.active[:, None, None, None], new, store[self.rows, self.positions])
-            store[self.rows, self.positions] = new
-        return self.k[slot, :, : self.length], self.v[slot, :, : self.length], self.mask
+                new = torch.where(self.active[:, None, None, None], new, store[self.rows, :, self.positions])
+            store[self.rows, :, self.positions] = new
+        return self.k[slot, :, :, : self.length], self.v[slot, :, :, : self.length], self.mask
 
     def fill(self, steps_done):
         """Later tokens may loop longer than these did: give them the latest entries. steps_done (B,) of the rows."""
         for store in (self.k, self.v):
-            core = store[self.n_ends :].unflatten(0, (self.steps, self.n_core))  # (steps, layers, B, S_max, nh, hd)
-            ours = core[:, :, self.rows, self.positions]  # (steps, layers, B, T, nh, hd)
+            core = store[self.n_ends :].unflatten(0, (self.steps, self.n_core)).transpose(3, 4)
+            ours = core[:, :, self.rows, self.positions]  # of core (steps, layers, B, S_max, nh, hd): S_max becomes T
             step = torch.arange(self.steps, device=steps_done.device)[:, None]
             latest = torch.where(step < steps_done, step, steps_done - 1).clamp(max=self.steps - 1)  # (steps, B)
             rows = torch.arange(len(steps_done), device=steps_done.device)
@@ -538,7 +538,7 @@ class Huginn(nn.Module):
         lengths, tokens = self._padded(prompts, stop)
         num_steps = self.config.mean_recurrence if o.num_steps == -1 else o.num_steps
         cache = self.new_cache(len(lengths), int(lengths.max()) + o.max_new_tokens, num_steps, o.cache_budget, device)
-        most = cache.k.shape[2]
+        most = cache.k.shape[3]
         noise, generator = self.noise_table(most, seed), torch.Generator(device).manual_seed(seed)
         positions = torch.arange(tokens.shape[1], device=device).expand(tokens.shape)  # (B, T)
         s, is_token = noise[positions], positions < lengths[:, None]

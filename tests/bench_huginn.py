@@ -26,14 +26,14 @@ class DictionaryCache(KVCache):
     def __init__(self, config, num_steps):
         self.steps, self.n_core = num_steps, config.n_layers_in_recurrent_block
         self.n_ends = config.n_layers_in_prelude + config.n_layers_in_coda
-        self.slots, self.length, self.active = {}, 0, None
+        self.slots, self.length, self.active, self.k = {}, 0, None, torch.empty(0)
 
     def update(self, slot, k, v):
-        """Store k, v (B, T, nh, hd) token by token; stack all tokens so far."""
+        """Store k, v (B, nh, T, hd) token by token; stack all tokens so far."""
         tokens = self.slots.setdefault(slot, {})
         for i, position in enumerate(self.positions[0].tolist()):
-            tokens[position] = k[:, i], v[:, i]
-        k, v = (torch.stack([tokens[position][part] for position in range(self.length)], dim=1) for part in (0, 1))
+            tokens[position] = k[:, :, i], v[:, :, i]
+        k, v = (torch.stack([tokens[position][part] for position in range(self.length)], dim=2) for part in (0, 1))
         return k, v, self.mask
 
     def fill(self, steps_done):
