@@ -1,0 +1,597 @@
+"""Fused multi-branch LoRA, and packing of selected tokens: Triton kernels, each with its PyTorch fallback and backward.
+
+    lora_linear     y = x W^T + scale * (x A_j^T) B_j^T,   j = branch[row]
+    merge_lora      W + scale * B_j A_j
+    pack            rows = x[mask], in order;   cu_seqlens = where each sequence's rows begin;   positions = their t
+    unpack_fuse     out[mask] = w * x_d + (1 - w) * x_v[mask],   w = beta * p[mask];   out = x_v elsewhere
+
+Shapes: M rows, K features in, N out, R = R; B sequences, T tokens, C features, k selected tokens.
+x (..., K), W (N, K), A (branches, rank, K), B (branches, N, rank); x, x_v (B, T, C), x_d (k, C), mask, p (B, T).
+
+    y = lora_linear(x, W, A, B, alpha / rank, branch)          # x (B, T, K), branch (B,) or (B, T) -> (B, T, N)
+    rows, cu_seqlens, positions = pack(x, p > tau)              # (k, C), (B + 1,) int32, (k,) int64
+    x = unpack_fuse(x, layer(rows), p, beta, p > tau)           # (B, T, C)
+
+On a GPU with Triton the kernels run, else (CPU, no Triton, float64, R > 256) the PyTorch reference above each kernel,
+which is the definition. use_triton(True / False / None) overrides; standard error says once which path runs. All are
+torch.library ops with gradients, so torch.compile keeps its graph whole. Nothing uses atomics: two runs agree to the bit.
+
+On paper (H100: 989 TFLOP/s in bf16, 3.35 TB/s, 132 multiprocessors, 228 KiB of shared memory each):
+LOREM
+"""
+
+import math
+import statistics
+import sys
+import time
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.library import custom_op
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # no wheel for macOS and Windows
+    triton, tl = None, SimpleNamespace(constexpr=None)
+
+INTERPRETED = triton is not None and triton.knobs.runtime.interpret  # TRITON_INTERPRET=1 when this file was imported
+TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MAX_WIDTH = 256  # stacked rows of A that one program holds
+
+
+# ---- which path runs
+
+_override, _said = None, set()
+
+
+def use_triton(on=None):
+    """True: Triton (on a CPU only with TRITON_INTERPRET=1 set before the import). False: PyTorch. None: by device."""
+    global _override
+    if on and triton is None:
+        raise ValueError("use_triton(True): Triton is not installed; pip install triton, or use_triton(None)")
+    _override = on
+
+
+def triton_runs(x, width=0):
+    """Whether ops on x take the kernels; says so on standard error, once per device and reason."""
+    on = triton is not None and (x.is_cuda if _override is None else _override)
+    why = "chosen by device" if _override is None else f"use_triton({_override})"
+    if on and not x.is_cuda and not INTERPRETED:
+        raise ValueError(f"use_triton(True) with tensors on {x.device.type}: set TRITON_INTERPRET=1 before importing "
+                         "kernels, or call use_triton(None)")
+    if on and x.dtype not in TRITON_DTYPES:
+        on, why = False, f"no kernel for {x.dtype}"
+    if on and width > MAX_WIDTH:
+        on, why = False, f"R {width} is above {MAX_WIDTH}"
+    line = f"kernels: {'Triton' if on else 'PyTorch'} on {x.device.type} ({why})"
+    if line not in _said:
+        _said.add(line)
+        print(line, file=sys.stderr, flush=True)
+    return on
+
+
+def jit(**options):
+    """triton.jit, or nothing where Triton is missing."""
+    return triton.jit(**options) if triton is not None else lambda kernel: kernel
+
+
+def next_power_of_2(n, least=1):
+    return max(least, 1 << max(n - 1, 0).bit_length())
+
+
+@jit()
+def offset(index, stride):
+    """index * stride in 64 bits: widened before the product, which 32 bits hold only up to 2^31 elements."""
+    return index.to(tl.int64) * stride
+
+
+# ---- lora_linear: y = x W^T + scale * (x A_j^T) B_j^T
+#
+# Rows of different branches share one product: the A of all branches are stacked to (R, K), the columns of z = x A^T
+# that belong to another branch than the row's are set to zero, and the stacked B (N, R) does the rest.
+
+
+def chosen_columns(branch, M, branches, rank):
+    """Which of the R stacked columns belong to a row's branch. branch (n,), n divides M -> (M, R) bool."""
+    j = branch.repeat_interleave(M // max(len(branch), 1))  # (M,)
+    return j[:, None] == torch.arange(branches, device=branch.device).repeat_interleave(rank)
+
+
+def lora_reference(x, W, A, B, branch, scale):
+    """x (M, K), W (N, K), A (branches, rank, K), B (branches, N, rank), branch (n,) -> (M, N)."""
+    chosen = chosen_columns(branch, len(x), *A.shape[:2])  # (M, R)
+    z = x @ A.flatten(0, 1).mT * scale  # (M, R)
+    known = chosen.any(dim=1, keepdim=True)  # a branch that does not exist gives NaN, not silently the base model
+    z = z.where(chosen, torch.zeros_like(z).masked_fill(~known, math.nan))
+    stacked = B.transpose(0, 1).flatten(1).where(chosen.any(dim=0), 0)  # (N, R); unused branches may hold anything
+    return (x @ W.mT).addmm_(z, stacked.mT)
+
+
+@jit()
+def finish(acc, z, B_at, y_at, c_ok, present, m_ok, n_ok, PRECISION: tl.constexpr):
+    """y = acc + z B^T for one block, and its store."""
+    Bs = tl.load(B_at, mask=c_ok[:, None] & n_ok[None, :], other=0)  # (WIDTH, BN)
+    Bs = tl.where(present[:, None], Bs, 0.0)  # 0 * NaN is NaN: a branch that no row of the tile chose must not count
+    acc = tl.dot(z, Bs, acc, input_precision=PRECISION)
+    tl.store(y_at, acc.to(y_at.dtype.element_ty), mask=m_ok[:, None] & n_ok[None, :])  # (BM, BN)
+
+
+@jit(do_not_specialize=["M", "rows_per_index", "slots"])
+def lora_kernel(x, W, A, B, branch, y, scale, M, N, K, R, rank, rows_per_index, slots, x_m, W_n, W_k, A_c, B_n, B_c,
+                BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
+                PRECISION: tl.constexpr):
+    """One program: BM rows of y, at every slots-th block of BN columns. A (R, K) and B (N, R) are the stacked ones.
+
+    Beside the first block, in the same K loop, it accumulates z = x A^T for all branches, masks it by the rows'
+    branches, and keeps it for its other blocks. Sums are fp32 since they have thousands of terms; z is rounded to x's
+    dtype once, for the last dot. Nothing is overwritten but y. x and A have stride 1 along K, y along N.
+    """
+    # programs that run together share rows and columns: GROUP blocks of rows by as many slots as fit, for the L2 cache
+    first = tl.program_id(0) // (GROUP * slots) * GROUP
+    size = tl.minimum(tl.cdiv(M, BM) - first, GROUP)
+    within = tl.program_id(0) % (GROUP * slots)
+    m = (first + within % size) * BM + tl.arange(0, BM)
+    k, c, n = tl.arange(0, BK), tl.arange(0, WIDTH), within // size * BN + tl.arange(0, BN)
+    own = rank * tl.load(branch + m // rows_per_index, mask=m < M, other=-1)  # (BM,) first column of the row's branch
+
+    x_at = x + offset(m, x_m)[:, None] + k[None, :]
+    A_at = A + offset(c, A_c)[None, :] + k[:, None]
+    W_at = W + offset(n, W_n)[None, :] + offset(k, W_k)[:, None]
+    acc, z = tl.zeros((BM, BN), dtype=tl.float32), tl.zeros((BM, WIDTH), dtype=tl.float32)
+    for start in range(0, K, BK):
+        k_ok = start + k < K
+        xs = tl.load(x_at + start, mask=(m < M)[:, None] & k_ok[None, :], other=0)  # (BM, BK)
+        Ws = tl.load(W_at, mask=k_ok[:, None] & (n < N)[None, :], other=0)  # (BK, BN)
+        As = tl.load(A_at + start, mask=k_ok[:, None] & (c < R)[None, :], other=0)  # (BK, WIDTH)
+        acc = tl.dot(xs, Ws, acc, input_precision=PRECISION)
+        z = tl.dot(xs, As, z, input_precision=PRECISION)
+        W_at += offset(tl.full((), BK, tl.int32), W_k)
+
+    known = (own >= 0) & (own < R)
+    chosen = (c[None, :] >= own[:, None]) & (c[None, :] < (own + rank)[:, None]) & known[:, None]  # (BM, WIDTH)
+    present = tl.max(chosen.to(tl.int32), axis=0) > 0  # (WIDTH,)
+    z = tl.where(chosen, z * scale, tl.where(known, 0.0, float("nan"))[:, None]).to(x.dtype.element_ty)
+    B_at, y_at = B + offset(c, B_c)[:, None], y + offset(m, N)[:, None]
+    finish(acc, z, B_at + offset(n, B_n)[None, :], y_at + n[None, :], c < R, present, m < M, n < N, PRECISION)
+    for block in range(within // size + slots, tl.cdiv(N, BN), slots):
+        n = block * BN + tl.arange(0, BN)
+        W_at = W + offset(n, W_n)[None, :] + offset(k, W_k)[:, None]
+        acc = tl.zeros((BM, BN), dtype=tl.float32)
+        for start in range(0, K, BK):
+            k_ok = start + k < K
+            xs = tl.load(x_at + start, mask=(m < M)[:, None] & k_ok[None, :], other=0)  # (BM, BK)
+            Ws = tl.load(W_at, mask=k_ok[:, None] & (n < N)[None, :], other=0)  # (BK, BN)
+            acc = tl.dot(xs, Ws, acc, input_precision=PRECISION)
+            W_at += offset(tl.full((), BK, tl.int32), W_k)
+        finish(acc, z, B_at + offset(n, B_n)[None, :], y_at + n[None, :], c < R, present, m < M, n < N, PRECISION)
+
+
+def lora_tile(M, width, dtype, hip):
+    """Block sizes and launch options by shape: a short fixed list, so that no shape is tuned at run time."""
+    small, half = M <= 64, dtype != torch.float32
+    BM, BN, BK, warps, stages = (64, 64, 64, 4, 4) if small else (128, 128, 64, 8, 3)
+    return dict(BM=BM, BN=BN, BK=BK, WIDTH=width, GROUP=8, num_warps=warps, num_stages=stages)
+
+
+def lora_slots(M, N, tile, processors):
+    """How many programs share the blocks of one row of blocks, each taking `steps` of them one after another.
+
+    Time goes in rounds: a program needs its blocks plus z once (WIDTH / BN of a block), and as many programs run at a
+    time as there are processors. Few long programs compute z rarely, many short ones leave no processor idle.
+    """
+    rows, columns = -(-M // tile["BM"]), -(-N // tile["BN"])
+    cost = {}
+    for steps in range(1, 17):
+        slots = -(-columns // steps)
+        cost[slots] = -(-rows * slots // processors) * (-(-columns // slots) + tile["WIDTH"] / tile["BN"])
+    return min(cost, key=cost.get)
+
+
+def fp32_precision(hip):
+    """How kernels multiply fp32: tf32 if torch may, else nearly exactly, as three tf32 products (AMD: in fp32)."""
+    tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return "tf32" if tf32 else "ieee" if hip else "tf32x3"
+
+
+def lora_triton(x, W, A, B, branch, scale):
+    """As lora_reference, by the kernel."""
+    (M, K), (N, _), (branches, rank, _) = x.shape, W.shape, A.shape
+    y = x.new_empty(M, N)
+    if y.numel() == 0:
+        return y
+    x = x if x.stride(1) == 1 else x.contiguous()
+    A = A.flatten(0, 1)  # (R, K), a view if A is contiguous
+    A = A if A.stride(1) == 1 else A.contiguous()
+    B = B.transpose(0, 1).flatten(1)  # (N, R); a view in the backward, where B is A.mT
+    branch = branch.clamp(-1, branches).int().contiguous()  # an index that int32 cannot hold stays one that is wrong
+    hip = torch.version.hip is not None
+    tile = lora_tile(M, next_power_of_2(branches * rank, 16), x.dtype, hip)
+    processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
+    slots = lora_slots(M, N, tile, processors)
+    with torch.cuda.device_of(x):
+        lora_kernel[(-(-M // tile["BM"]) * slots,)](
+            x, W, A, B, branch, y, scale, M, N, K, branches * rank, rank, M // len(branch), slots,
+            x.stride(0), W.stride(0), W.stride(1), A.stride(0), B.stride(0), B.stride(1),
+            PRECISION=fp32_precision(hip), **tile)
+    return y
+
+
+def check_branch(branch, branches):
+    bad = branch[(branch < 0) | (branch >= branches)]
+    if bad.numel():
+        raise ValueError(f"lora_linear: branch {int(bad[0])} with {branches} branches: accepted are 0..{branches - 1}; "
+                         "correct the index (for the plain base model call F.linear)")
+
+
+@custom_op("kernels::lora_linear", mutates_args=())
+def lora_op(x: Tensor, W: Tensor, A: Tensor, B: Tensor, branch: Tensor, scale: float, check: bool) -> Tensor:
+    if check or branch.device.type == "cpu":
+        check_branch(branch, len(A))
+    with torch.autocast(x.device.type, enabled=False):  # lora_linear has cast already; float32 here is meant
+        run = lora_triton if triton_runs(x, A.shape[0] * A.shape[1]) else lora_reference
+        return run(x, W, A, B, branch, scale)
+
+
+@lora_op.register_fake
+def _(x, W, A, B, branch, scale, check):
+    return x.new_empty(x.shape[0], W.shape[0])
+
+
+@custom_op("kernels::lora_grads", mutates_args=())
+def lora_grads_op(dy: Tensor, x: Tensor, A: Tensor, B: Tensor, branch: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """dA_j = scale * sum over j's rows of (dy B_j)^T x;   dB_j = scale * sum over j's rows of dy^T (x A_j^T).
+
+    Plain products on both paths: the same masked stacks, summed over rows by the library's GEMM, which splits long sums
+    well and in a fixed order. A kernel of ours would need atomics, or a second pass, to do the same.
+    """
+    with torch.autocast(x.device.type, enabled=False):
+        (branches, rank, K), N = A.shape, dy.shape[1]
+        chosen = chosen_columns(branch, len(x), branches, rank)  # (M, R)
+        used = chosen.any(dim=0)[:, None]  # (R, 1); a branch without rows gets zeros, also where x or dy hold NaN
+        u = (dy @ B.transpose(0, 1).flatten(1)).where(chosen, 0) * scale  # (M, R)
+        z = (x @ A.flatten(0, 1).mT).where(chosen, 0) * scale  # (M, R)
+        dA = (u.mT @ x).where(used, 0).view(branches, rank, K)
+        dB = (z.mT @ dy).where(used, 0).view(branches, rank, N)
+        return dA, dB.mT.contiguous()
+
+
+@lora_grads_op.register_fake
+def _(dy, x, A, B, branch, scale):
+    return A.new_empty(A.shape), B.new_empty(B.shape)
+
+
+def lora_setup(ctx, inputs, output):
+    x, W, A, B, branch, ctx.scale, _ = inputs
+    ctx.save_for_backward(x, W, A, B, branch)
+
+
+def lora_backward(ctx, dy):
+    """dx = dy W + scale * (dy B_j) A_j is lora_linear again, of transposed views; dW = dy^T x if W asks for it."""
+    x, W, A, B, branch = ctx.saved_tensors
+    needs = ctx.needs_input_grad
+    dx = lora_op(dy, W.mT, B.mT, A.mT, branch, ctx.scale, False) if needs[0] else None
+    dW = dy.mT @ x if needs[1] else None
+    dA, dB = lora_grads_op(dy, x, A, B, branch, ctx.scale) if needs[2] or needs[3] else (None, None)
+    return dx, dW, dA if needs[2] else None, dB if needs[3] else None, None, None, None
+
+
+lora_op.register_autograd(lora_backward, setup_context=lora_setup)
+
+
+def check_lora(x, W, A, B, branch):
+    """One-line ValueErrors for what can be seen without looking at the numbers."""
+    shapes = f"x {tuple(x.shape)}, W {tuple(W.shape)}, A {tuple(A.shape)}, B {tuple(B.shape)}"
+    if W.ndim != 2 or A.ndim != 3 or B.ndim != 3 or x.ndim < 1 or not x.shape[-1] == W.shape[1] == A.shape[2] or \
+            tuple(B.shape) != (A.shape[0], W.shape[0], A.shape[1]) or 0 in A.shape[:2]:
+        raise ValueError(f"lora_linear: {shapes}: must be (..., K), (N, K), (branches, rank, K), (branches, N, rank); "
+                         "give a single adapter a first axis of 1")
+    if branch is None:
+        if len(A) > 1:
+            raise ValueError(f"lora_linear: branch None with {len(A)} branches: give an integer per row of x")
+        return
+    if branch.dtype not in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64):
+        raise ValueError(f"lora_linear: branch of dtype {branch.dtype}: must be integers; convert with .long()")
+    if branch.shape != x.shape[:branch.ndim] or branch.ndim >= x.ndim or branch.device != x.device:
+        raise ValueError(f"lora_linear: branch {tuple(branch.shape)} on {branch.device} for x {tuple(x.shape)} on "
+                         f"{x.device}: its shape must be {tuple(x.shape[:-1])} or the beginning of it; expand or move it")
+
+
+def autocast(*tensors):
+    """The tensors as F.linear would take them: in autocast's dtype if it is on (float64 stays as it is)."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    return [t if t.dtype == torch.float64 else t.to(torch.get_autocast_dtype(device)) for t in tensors]
+
+
+def lora_linear(x, W, A, B, scale, branch=None, check=False):
+    """x W^T + scale * (x A_j^T) B_j^T, j the branch of the row. -> (..., N), in the dtype that F.linear(x, W) has.
+
+    x (..., K), W (N, K), A (branches, rank, K), B (branches, N, rank); scale a number: alpha / rank, not alpha.
+    branch: integers, one per row (x.shape[:-1]) or per leading index, e.g. (B,) for x (B, T, K); not needed if there is
+    one branch. A and B are cast to x's dtype, gradients come in their own. An index out of range is a ValueError on a
+    CPU; on a GPU too with check=True, which waits for the device, else that row is NaN.
+    """
+    check_lora(x, W, A, B, branch)
+    x, W, A, B = autocast(x, W, A, B)
+    if x.dtype != W.dtype or not x.is_floating_point():
+        raise ValueError(f"lora_linear: x {x.dtype} with W {W.dtype}: must be one floating dtype; cast one of them, or "
+                         "run under torch.autocast")
+    if branch is None:
+        branch = torch.zeros(1, dtype=torch.int32, device=x.device)
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # (M, K)
+    y = lora_op(rows, W, A.to(x.dtype), B.to(x.dtype), branch.reshape(-1), float(scale), check)
+    return y.view(*x.shape[:-1], W.shape[0])
+
+
+def merge_lora(W, A_j, B_j, scale):
+    """W + scale * B_j A_j, computed in float32 at least. W (N, K), A_j (rank, K), B_j (N, rank) -> (N, K) as W."""
+    if A_j.ndim != 2 or B_j.ndim != 2 or tuple(W.shape) != (len(B_j), A_j.shape[1]) or len(A_j) != B_j.shape[1]:
+        raise ValueError(f"merge_lora: W {tuple(W.shape)}, A_j {tuple(A_j.shape)}, B_j {tuple(B_j.shape)}: must be "
+                         "(N, K), (rank, K), (N, rank); choose one branch first, A[j] and B[j]")
+    wide = torch.promote_types(W.dtype, torch.float32)
+    return (W.to(wide) + scale * (B_j.to(wide) @ A_j.to(wide))).to(W.dtype)
+
+
+# ---- pack: rows[i] = x[the i-th selected token]; backward: dx = d_rows there, 0 elsewhere
+
+
+def pack_reference(x, flat):
+    """x (M, C), flat (k,) int64 row numbers -> (k, C)."""
+    return x.index_select(0, flat)
+
+
+def spread_reference(rows, slot):
+    """rows (k, C), slot (M,): number of the row that a token takes, -1 = none -> (M, C), zeros where none."""
+    out = rows.new_zeros(len(slot), rows.shape[1])
+    return out.index_copy_(0, (slot >= 0).nonzero().squeeze(1), rows)
+
+
+@jit(do_not_specialize=["k"])
+def pack_kernel(x, flat, rows, k, C, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """One program: ROWS rows of the output, COLS columns. Every element is moved once, nothing is computed."""
+    blocks = tl.cdiv(C, COLS)
+    row = tl.program_id(0) // blocks * ROWS + tl.arange(0, ROWS)
+    c = tl.program_id(0) % blocks * COLS + tl.arange(0, COLS)
+    ok = (row < k)[:, None] & (c < C)[None, :]
+    source = tl.load(flat + row, mask=row < k, other=0)  # (ROWS,)
+    moved = tl.load(x + offset(source, C)[:, None] + c[None, :], mask=ok)  # (ROWS, COLS)
+    tl.store(rows + offset(row, C)[:, None] + c[None, :], moved, mask=ok)
+
+
+@jit(do_not_specialize=["M", "k"])
+def spread_kernel(rows, slot, out, M, k, C, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """One program: ROWS tokens, COLS columns of out. Each is written once, so zeros need no pass of their own."""
+    blocks = tl.cdiv(C, COLS)
+    row = tl.program_id(0) // blocks * ROWS + tl.arange(0, ROWS)
+    c = tl.program_id(0) % blocks * COLS + tl.arange(0, COLS)
+    source = tl.load(slot + row, mask=row < M, other=-1)  # (ROWS,)
+    taken = (source >= 0) & (source < k)
+    moved = tl.load(rows + offset(source, C)[:, None] + c[None, :], mask=taken[:, None] & (c < C)[None, :], other=0)
+    tl.store(out + offset(row, C)[:, None] + c[None, :], moved, mask=(row < M)[:, None] & (c < C)[None, :])
+
+
+def move_tile(C, elements=4096):
+    """Rows and columns of a block of about `elements`: 32 per thread, four 16-byte loads in flight in bf16."""
+    COLS = min(next_power_of_2(C), 1024)
+    return dict(ROWS=max(1, min(128, elements // COLS)), COLS=COLS, num_warps=4)
+
+
+def launch(kernel, number, C, tensors, sizes, tile, whole_rows=False):
+    """Run a kernel of this family over `number` rows of C columns."""
+    blocks = 1 if whole_rows else -(-C // tile["COLS"])
+    if number * C:
+        with torch.cuda.device_of(tensors[0]):
+            kernel[(-(-number // tile["ROWS"]) * blocks,)](*tensors, *sizes, C, **tile)
+
+
+def slots_of(mask):
+    """mask (B, T) -> (B * T,) int32: number of a selected token in order, -1 for the others."""
+    flat = mask.flatten()
+    return torch.where(flat, flat.cumsum(0, dtype=torch.int32) - 1, -1).int()
+
+
+@custom_op("kernels::pack", mutates_args=())
+def pack_op(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """x (B, T, C), mask (B, T) -> rows (k, C), their numbers (k,) int64 in the flat (B * T)."""
+    flat = mask.flatten().nonzero().squeeze(1)  # (k,); k is known on the host from here on: a GPU is waited for
+    x = x.flatten(0, 1)  # (M, C)
+    if not triton_runs(x):
+        return pack_reference(x, flat), flat
+    rows = x.new_empty(len(flat), x.shape[1])
+    launch(pack_kernel, len(rows), x.shape[1], (x.contiguous(), flat, rows), (len(rows),), move_tile(x.shape[1]))
+    return rows, flat
+
+
+@pack_op.register_fake
+def _(x, mask):
+    k = torch.library.get_ctx().new_dynamic_size()
+    return x.new_empty(k, x.shape[2]), mask.new_empty(k, dtype=torch.int64)
+
+
+@custom_op("kernels::spread", mutates_args=())
+def spread_op(rows: Tensor, mask: Tensor) -> Tensor:
+    """rows (k, C), mask (B, T) -> (B, T, C), zeros where not selected."""
+    slot, C = slots_of(mask), rows.shape[1]
+    if not triton_runs(rows):
+        return spread_reference(rows, slot).view(*mask.shape, C)
+    out = rows.new_empty(*mask.shape, C)
+    launch(spread_kernel, len(slot), C, (rows.contiguous(), slot, out), (len(slot), len(rows)), move_tile(C))
+    return out
+
+
+@spread_op.register_fake
+def _(rows, mask):
+    return rows.new_empty(*mask.shape, rows.shape[1])
+
+
+def pack_setup(ctx, inputs, output):
+    ctx.save_for_backward(inputs[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def pack_backward(ctx, d_rows, _):
+    return spread_op(d_rows, *ctx.saved_tensors), None
+
+
+pack_op.register_autograd(pack_backward, setup_context=pack_setup)
+
+
+def check_mask(name, x, mask):
+    if mask.dtype != torch.bool or x.ndim != 3 or mask.shape != x.shape[:2] or mask.device != x.device:
+        raise ValueError(f"{name}: mask {mask.dtype} {tuple(mask.shape)} on {mask.device} with x {tuple(x.shape)} on "
+                         f"{x.device}: must be bool (B, T) for x (B, T, C); make it by a comparison, p > tau")
+
+
+def pack(x, mask):
+    """The selected tokens of all sequences, one after another. x (B, T, C), mask (B, T) bool -> three tensors:
+
+    rows (k, C); cu_seqlens (B + 1,) int32, where each sequence's rows begin, and k; positions (k,) int64, their t.
+    """
+    check_mask("pack", x, mask)
+    rows, flat = pack_op(x, mask)
+    cu_seqlens = F.pad(mask.sum(dim=1).cumsum(0), (1, 0)).int()  # (B + 1,)
+    return rows, cu_seqlens, flat % max(mask.shape[1], 1)
+
+
+# ---- unpack_fuse: out = w x_d[slot] + (1 - w) x_v with w = beta p where selected; x_v, to the bit, elsewhere
+#
+# Backward, g = d_out: d_x_v = (1 - w) g, d_x_d = w g, d_w = sum over C of g (x_d - x_v); d_p = beta d_w and
+# d_beta = sum of p d_w. Where not selected d_x_v = g and d_w = 0.
+
+
+def unpack_reference(x_v, x_d, p, beta, slot):
+    """x_v (M, C), x_d (k, C), p (M,), beta (), slot (M,) -> (M, C)."""
+    flat = (slot >= 0).nonzero().squeeze(1)  # (k,)
+    wide = torch.promote_types(x_v.dtype, torch.float32)
+    w = (beta.to(wide) * p[flat].to(wide))[:, None]  # (k, 1)
+    fused = w * x_d.to(wide) + (1 - w) * x_v[flat].to(wide)
+    return x_v.clone().index_copy_(0, flat, fused.to(x_v.dtype))
+
+
+def unpack_grads_reference(g, x_v, x_d, p, beta, slot):
+    """-> d_x_v (M, C), d_x_d (k, C), d_w (M,) float32 or float64."""
+    flat = (slot >= 0).nonzero().squeeze(1)  # (k,)
+    wide = torch.promote_types(x_v.dtype, torch.float32)
+    w, gs = (beta.to(wide) * p[flat].to(wide))[:, None], g[flat].to(wide)  # (k, 1), (k, C)
+    d_x_v = g.clone().index_copy_(0, flat, ((1 - w) * gs).to(g.dtype))
+    d_w = torch.zeros(len(p), dtype=wide, device=p.device)
+    d_w.index_copy_(0, flat, (gs * (x_d.to(wide) - x_v[flat].to(wide))).sum(dim=1))
+    return d_x_v, (w * gs).to(x_d.dtype), d_w
+
+
+@jit(do_not_specialize=["M", "k"])
+def unpack_kernel(x_v, x_d, p, beta, slot, out, M, k, C, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """One program: ROWS tokens, COLS columns. The blend is fp32: in bf16, 1 - w would lose the small w it is made of."""
+    blocks = tl.cdiv(C, COLS)
+    row = tl.program_id(0) // blocks * ROWS + tl.arange(0, ROWS)
+    c = tl.program_id(0) % blocks * COLS + tl.arange(0, COLS)
+    ok = (row < M)[:, None] & (c < C)[None, :]
+    source = tl.load(slot + row, mask=row < M, other=-1)  # (ROWS,)
+    chosen = source >= 0
+    w = (tl.load(beta).to(tl.float32) * tl.load(p + row, mask=chosen, other=0).to(tl.float32))[:, None]  # (ROWS, 1)
+    at = offset(row, C)[:, None] + c[None, :]
+    v = tl.load(x_v + at, mask=ok)  # (ROWS, COLS)
+    d = tl.load(x_d + offset(source, C)[:, None] + c[None, :], mask=ok & (chosen & (source < k))[:, None],
+                other=float("nan"))  # (ROWS, COLS); a row that x_d lacks shows up as NaN
+    fused = w * d.to(tl.float32) + (1 - w) * v.to(tl.float32)
+    tl.store(out + at, tl.where(chosen[:, None], fused.to(v.dtype), v), mask=ok)
+
+
+@jit(do_not_specialize=["M", "k"])
+def unpack_grads_kernel(g, x_v, x_d, p, beta, slot, d_x_v, d_x_d, d_w, M, k, C,
+                        ROWS: tl.constexpr, COLS: tl.constexpr):
+    """One program: ROWS tokens, whole rows, so that it alone sums each d_w: no atomics. Sums in fp32."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    source = tl.load(slot + row, mask=row < M, other=-1)  # (ROWS,)
+    chosen = (source >= 0) & (source < k)
+    w = (tl.load(beta).to(tl.float32) * tl.load(p + row, mask=chosen, other=0).to(tl.float32))[:, None]  # (ROWS, 1)
+    total = tl.zeros((ROWS, COLS), dtype=tl.float32)
+    for start in range(0, C, COLS):
+        c = start + tl.arange(0, COLS)
+        ok = (row < M)[:, None] & (c < C)[None, :]
+        both = ok & chosen[:, None]
+        at, at_d = offset(row, C)[:, None] + c[None, :], offset(source, C)[:, None] + c[None, :]
+        gs = tl.load(g + at, mask=ok, other=0)  # (ROWS, COLS)
+        v = tl.load(x_v + at, mask=both, other=0).to(tl.float32)  # (ROWS, COLS)
+        d = tl.load(x_d + at_d, mask=both, other=0).to(tl.float32)  # (ROWS, COLS)
+        wide = gs.to(tl.float32)
+        total += tl.where(both, wide * (d - v), 0.0)
+        tl.store(d_x_v + at, tl.where(chosen[:, None], ((1 - w) * wide).to(gs.dtype), gs), mask=ok)
+        tl.store(d_x_d + at_d, (w * wide).to(d_x_d.dtype.element_ty), mask=both)
+    tl.store(d_w + row, tl.sum(total, axis=1), mask=row < M)
+
+
+@custom_op("kernels::unpack_fuse", mutates_args=())
+def unpack_op(x_v: Tensor, x_d: Tensor, p: Tensor, beta: Tensor, mask: Tensor, check: bool) -> Tensor:
+    if check or mask.device.type == "cpu":
+        check_count(x_d, mask)
+    slot, (M, C) = slots_of(mask), (mask.numel(), x_v.shape[2])
+    v, p, beta = x_v.flatten(0, 1), p.flatten(), beta.reshape(())
+    if not triton_runs(v):
+        return unpack_reference(v, x_d, p, beta, slot).view(x_v.shape)
+    out = x_v.new_empty(x_v.shape)
+    tensors = (v.contiguous(), x_d.contiguous(), p.contiguous(), beta, slot, out)
+    launch(unpack_kernel, M, C, tensors, (M, len(x_d)), move_tile(C))
+    return out
+
+
+@unpack_op.register_fake
+def _(x_v, x_d, p, beta, mask, check):
+    return x_v.new_empty(x_v.shape)
+
+
+@custom_op("kernels::unpack_fuse_grads", mutates_args=())
+def unpack_grads_op(g: Tensor, x_v: Tensor, x_d: Tensor, p: Tensor, beta: Tensor, mask: Tensor) -> \
+        tuple[Tensor, Tensor, Tensor, Tensor]:
+    slot, (M, C) = slots_of(mask), (mask.numel(), x_v.shape[2])
+    flat = (g.flatten(0, 1), x_v.flatten(0, 1), x_d, p.flatten(), beta.reshape(()), slot)
+    if triton_runs(x_v):
+        d_x_v, d_x_d = x_v.new_empty(M, C), x_d.new_empty(x_d.shape)
+        d_w = torch.zeros(M, dtype=torch.float32, device=p.device)
+        tensors = (*(t.contiguous() for t in flat), d_x_v, d_x_d, d_w)
+        launch(unpack_grads_kernel, M, C, tensors, (M, len(x_d)), move_tile(C, 2048), whole_rows=True)
+    else:
+        d_x_v, d_x_d, d_w = unpack_grads_reference(*flat)
+    d_w = d_w.view(mask.shape)
+    d_p = beta.to(d_w.dtype) * d_w
+    d_beta = (p.to(d_w.dtype).where(mask, 0) * d_w).sum()
+    return d_x_v.view(x_v.shape), d_x_d, d_p.to(p.dtype), d_beta.to(beta.dtype).reshape(beta.shape)
+
+
+@unpack_grads_op.register_fake
+def _(g, x_v, x_d, p, beta, mask):
+    return x_v.new_empty(x_v.shape), x_d.new_empty(x_d.shape), p.new_empty(p.shape), beta.new_empty(beta.shape)
+
+
+def unpack_setup(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:5])
+
+
+def unpack_backward(ctx, g):
+    return *unpack_grads_op(g, *ctx.saved_tensors), None, None
+
+
+unpack_op.register_autograd(unpack_backward, setup_context=unpack_setup)
+
+
+def check_count(x_d, mask):
+    if len(x_d) != mask.sum():
+        raise ValueError(f"unpack_fuse: x_d has {len(x_d)} rows for {int(mask.sum())} selected tokens: there must be as "
+                         "many; use the mask that x_d was packed with")
+
+
+def unpack_fuse(x_v, x_d, p, beta, mask, check=False):
+    """Put the packed rows back, blended: beta p x_d + (1 - beta p) x_v where mask, x_v elsewhere. -> (B, T, C) as x_v.
+
+    x_v (B, T, C), x_d (k, C), p (B, T), beta a tensor of one element, mask (B, T) bool with k True. dtypes may differ.
+    Another number of rows is a ValueError on a CPU; on a GPU too with check=True, which waits for the device.
+    """
+    check_mask("unpack_fuse", x_v, mask)
+    if p.shape != mask.shape or x_d.ndim != 2 or x_d.shape[1] != x_v.shape[2] or beta.numel() != 1:
+        raise ValueError(f"unpack_fuse: x_v {tuple(x_v.shape)}, x_d {tuple(x_d.shape)}, p {tuple(p.shape)}, beta "
+                         f"{tuple(beta.shape)}: must be (B, T, C), (k, C), (B, T) and one element; reshape them")
+    return unpack_op(x_v, x_d, p, beta, mask, check)
