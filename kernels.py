@@ -34,6 +34,7 @@ from torch.library import custom_op
 try:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # no wheel for macOS and Windows
     triton, tl = None, SimpleNamespace(constexpr=None)
 
@@ -110,113 +111,137 @@ def lora_reference(x, W, A, B, branch, scale):
     return (x @ W.mT).addmm_(z, stacked.mT)
 
 
-@jit()
-def finish(acc, z, B_at, y_at, c_ok, present, m_ok, n_ok, PRECISION: tl.constexpr):
-    """y = acc + z B^T for one block, and its store."""
-    Bs = tl.load(B_at, mask=c_ok[:, None] & n_ok[None, :], other=0)  # (WIDTH, BN)
-    Bs = tl.where(present[:, None], Bs, 0.0)  # 0 * NaN is NaN: a branch that no row of the tile chose must not count
-    acc = tl.dot(z, Bs, acc, input_precision=PRECISION)
-    tl.store(y_at, acc.to(y_at.dtype.element_ty), mask=m_ok[:, None] & n_ok[None, :])  # (BM, BN)
-
-
 @jit(do_not_specialize=["M", "rows_per_index", "slots"])
-def lora_kernel(x, W, A, B, branch, y, scale, M, N, K, R, rank, rows_per_index, slots, x_m, W_n, W_k, A_c, B_n, B_c,
+def lora_kernel(x, W, A, B, y, branch, scale, M, N, K, R, rank, rows_per_index, slots, x_m, W_row, A_c, B_c, y_m,
                 BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
-                PRECISION: tl.constexpr):
-    """One program: BM rows of y, at every slots-th block of BN columns. A (R, K) and B (N, R) are the stacked ones.
+                W_BY_K: tl.constexpr, DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr):
+    """One program: BM rows of y, at every slots-th block of BN columns. A is stacked to (R, K), B to (R, N).
 
     Beside the first block, in the same K loop, it accumulates z = x A^T for all branches, masks it by the rows'
     branches, and keeps it for its other blocks. Sums are fp32 since they have thousands of terms; z is rounded to x's
-    dtype once, for the last dot. Nothing is overwritten but y. x and A have stride 1 along K, y along N.
+    dtype once, for the last dot. Blocks come by tensor descriptors: 64-bit addresses, zeros beyond the edge, and on
+    Hopper one instruction of its copy engine per block instead of registers full of addresses. Only y is overwritten.
     """
+    if not DESCRIPTORS:  # no copy engine: x ... y are addresses, and what is made here turns into masked loads
+        x = tl.make_tensor_descriptor(x, [M, K], [x_m, 1], [BM, BK])
+        if W_BY_K:
+            W = tl.make_tensor_descriptor(W, [K, N], [W_row, 1], [BK, BN])
+        else:
+            W = tl.make_tensor_descriptor(W, [N, K], [W_row, 1], [BN, BK])
+        A = tl.make_tensor_descriptor(A, [R, K], [A_c, 1], [WIDTH, BK])
+        B = tl.make_tensor_descriptor(B, [R, N], [B_c, 1], [WIDTH, BN])
+        y = tl.make_tensor_descriptor(y, [M, N], [y_m, 1], [BM, BN])
     # programs that run together share rows and columns: GROUP blocks of rows by as many slots as fit, for the L2 cache
     first = tl.program_id(0) // (GROUP * slots) * GROUP
     size = tl.minimum(tl.cdiv(M, BM) - first, GROUP)
     within = tl.program_id(0) % (GROUP * slots)
-    m = (first + within % size) * BM + tl.arange(0, BM)
-    k, c, n = tl.arange(0, BK), tl.arange(0, WIDTH), within // size * BN + tl.arange(0, BN)
-    own = rank * tl.load(branch + m // rows_per_index, mask=m < M, other=-1)  # (BM,) first column of the row's branch
+    row, column = (first + within % size) * BM, within // size * BN
 
-    x_at = x + offset(m, x_m)[:, None] + k[None, :]
-    A_at = A + offset(c, A_c)[None, :] + k[:, None]
-    W_at = W + offset(n, W_n)[None, :] + offset(k, W_k)[:, None]
     acc, z = tl.zeros((BM, BN), dtype=tl.float32), tl.zeros((BM, WIDTH), dtype=tl.float32)
-    for start in range(0, K, BK):
-        k_ok = start + k < K
-        xs = tl.load(x_at + start, mask=(m < M)[:, None] & k_ok[None, :], other=0)  # (BM, BK)
-        Ws = tl.load(W_at, mask=k_ok[:, None] & (n < N)[None, :], other=0)  # (BK, BN)
-        As = tl.load(A_at + start, mask=k_ok[:, None] & (c < R)[None, :], other=0)  # (BK, WIDTH)
+    for k in range(0, K, BK):
+        xs = x.load([row, k])  # (BM, BK)
+        Ws = W.load([k, column]) if W_BY_K else W.load([column, k]).T  # (BK, BN)
+        As = A.load([0, k]).T  # (BK, WIDTH)
         acc = tl.dot(xs, Ws, acc, input_precision=PRECISION)
         z = tl.dot(xs, As, z, input_precision=PRECISION)
-        W_at += offset(tl.full((), BK, tl.int32), W_k)
 
+    m, c = row + tl.arange(0, BM), tl.arange(0, WIDTH)
+    own = rank * tl.load(branch + m // rows_per_index, mask=m < M, other=-1)  # (BM,) first column of the row's branch
     known = (own >= 0) & (own < R)
-    chosen = (c[None, :] >= own[:, None]) & (c[None, :] < (own + rank)[:, None]) & known[:, None]  # (BM, WIDTH)
-    present = tl.max(chosen.to(tl.int32), axis=0) > 0  # (WIDTH,)
-    z = tl.where(chosen, z * scale, tl.where(known, 0.0, float("nan"))[:, None]).to(x.dtype.element_ty)
-    B_at, y_at = B + offset(c, B_c)[:, None], y + offset(m, N)[:, None]
-    finish(acc, z, B_at + offset(n, B_n)[None, :], y_at + n[None, :], c < R, present, m < M, n < N, PRECISION)
-    for block in range(within // size + slots, tl.cdiv(N, BN), slots):
-        n = block * BN + tl.arange(0, BN)
-        W_at = W + offset(n, W_n)[None, :] + offset(k, W_k)[:, None]
+    chosen = known[:, None] & (c[None, :] >= own[:, None]) & (c[None, :] < (own + rank)[:, None])  # (BM, WIDTH)
+    present = tl.max(chosen.to(tl.int32), axis=0) > 0  # (WIDTH,) some row of this block of rows chose that branch
+    Bs = tl.where(present[:, None], B.load([0, column]), 0.0)  # (WIDTH, BN); as 0 * NaN is NaN, leave out the others
+    z = tl.where(chosen, z * scale, tl.where(known, 0.0, float("nan"))[:, None]).to(Bs.dtype)
+    y.store([row, column], tl.dot(z, Bs, acc, input_precision=PRECISION).to(z.dtype))  # (BM, BN)
+    for column in range(column + slots * BN, N, slots * BN):
         acc = tl.zeros((BM, BN), dtype=tl.float32)
-        for start in range(0, K, BK):
-            k_ok = start + k < K
-            xs = tl.load(x_at + start, mask=(m < M)[:, None] & k_ok[None, :], other=0)  # (BM, BK)
-            Ws = tl.load(W_at, mask=k_ok[:, None] & (n < N)[None, :], other=0)  # (BK, BN)
+        for k in range(0, K, BK):
+            xs = x.load([row, k])  # (BM, BK)
+            Ws = W.load([k, column]) if W_BY_K else W.load([column, k]).T  # (BK, BN)
             acc = tl.dot(xs, Ws, acc, input_precision=PRECISION)
-            W_at += offset(tl.full((), BK, tl.int32), W_k)
-        finish(acc, z, B_at + offset(n, B_n)[None, :], y_at + n[None, :], c < R, present, m < M, n < N, PRECISION)
+        Bs = tl.where(present[:, None], B.load([0, column]), 0.0)  # (WIDTH, BN)
+        y.store([row, column], tl.dot(z, Bs, acc, input_precision=PRECISION).to(z.dtype))  # (BM, BN)
 
 
-def lora_tile(M, width, dtype, hip):
-    """Block sizes and launch options by shape: a short fixed list, so that no shape is tuned at run time."""
-    small, half = M <= 64, dtype != torch.float32
-    BM, BN, BK, warps, stages = (64, 64, 64, 4, 4) if small else (128, 128, 64, 8, 3)
-    return dict(BM=BM, BN=BN, BK=BK, WIDTH=width, GROUP=8, num_warps=warps, num_stages=stages)
+def lora_tile(small, width, dtype, roomy):
+    """Block sizes and launch options: a short fixed list, so that no shape is tuned at run time.
+
+    WIDTH is 64 or 256: below 64 columns the tensor cores of a Hopper wait for x anyway, so they cost the same.
+    roomy: a GPU with the copy engine and 227 KiB of shared memory (H100, H200, B200).
+    """
+    WIDTH, stages = 64 if width <= 64 else 256, 3 if roomy else 2
+    if dtype == torch.float32:
+        sizes = dict(BM=64, BN=64, BK=32, num_warps=4)
+    elif small:
+        sizes = dict(BM=64, BN=64, BK=64, num_warps=4 if WIDTH == 64 else 8)
+    elif WIDTH == 64:
+        sizes = dict(BM=128, BN=256, BK=64, num_warps=8) if roomy else dict(BM=128, BN=128, BK=32, num_warps=8)
+    else:
+        sizes = dict(BM=128, BN=128, BK=64, num_warps=8) if roomy else dict(BM=64, BN=128, BK=32, num_warps=8)
+    return dict(sizes, WIDTH=WIDTH, GROUP=8, DESCRIPTORS=roomy, num_stages=stages)
 
 
 def lora_slots(M, N, tile, processors):
-    """How many programs share the blocks of one row of blocks, each taking `steps` of them one after another.
+    """How many programs share the blocks of BM rows; each takes its blocks one after another.
 
-    Time goes in rounds: a program needs its blocks plus z once (WIDTH / BN of a block), and as many programs run at a
-    time as there are processors. Few long programs compute z rarely, many short ones leave no processor idle.
+    Time goes in rounds: a program needs its blocks and, once, z (WIDTH / BN of a block); as many programs run at a time
+    as there are processors. Few long programs compute z rarely, many short ones leave no processor idle.
     """
     rows, columns = -(-M // tile["BM"]), -(-N // tile["BN"])
     cost = {}
-    for steps in range(1, 17):
-        slots = -(-columns // steps)
+    for blocks in range(1, 17):
+        slots = -(-columns // blocks)
         cost[slots] = -(-rows * slots // processors) * (-(-columns // slots) + tile["WIDTH"] / tile["BN"])
     return min(cost, key=cost.get)
 
 
-def fp32_precision(hip):
-    """How kernels multiply fp32: tf32 if torch may, else nearly exactly, as three tf32 products (AMD: in fp32)."""
-    tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
-    return "tf32" if tf32 else "ieee" if hip else "tf32x3"
+def fp32_precision():
+    """How kernels multiply fp32: in tf32 if torch may, else as three tf32 products, nearly exact (AMD: in fp32)."""
+    if torch.version.hip is not None:
+        return "ieee"
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
+
+
+def device_facts(device):
+    """Number of multiprocessors; whether it has the room and the copy engine for the large tiles."""
+    if device.type != "cuda":
+        return 1, False
+    facts = torch.cuda.get_device_properties(device)
+    room = getattr(facts, "shared_memory_per_block_optin", 0) >= 220_000
+    return facts.multi_processor_count, room and torch.version.hip is None
+
+
+def aligned(t):
+    """A matrix as descriptors read it, last stride 1 and rows on 16-byte boundaries: itself, or a padded copy."""
+    step = 16 // t.element_size()
+    if t.stride(1) == 1 and t.stride(0) % step == 0 and t.stride(0) >= t.shape[1] and t.data_ptr() % 16 == 0:
+        return t
+    return t.new_empty(t.shape[0], -(-t.shape[1] // step) * step)[:, :t.shape[1]].copy_(t)
 
 
 def lora_triton(x, W, A, B, branch, scale):
     """As lora_reference, by the kernel."""
-    (M, K), (N, _), (branches, rank, _) = x.shape, W.shape, A.shape
-    y = x.new_empty(M, N)
-    if y.numel() == 0:
-        return y
-    x = x if x.stride(1) == 1 else x.contiguous()
-    A = A.flatten(0, 1)  # (R, K), a view if A is contiguous
-    A = A if A.stride(1) == 1 else A.contiguous()
-    B = B.transpose(0, 1).flatten(1)  # (N, R); a view in the backward, where B is A.mT
-    branch = branch.clamp(-1, branches).int().contiguous()  # an index that int32 cannot hold stays one that is wrong
-    hip = torch.version.hip is not None
-    tile = lora_tile(M, next_power_of_2(branches * rank, 16), x.dtype, hip)
-    processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
+    (M, K), N, (branches, rank, _) = x.shape, W.shape[0], A.shape
+    if M * N * K == 0:
+        return x.new_zeros(M, N)
+    processors, roomy = device_facts(x.device)
+    small = 2 * -(-M // 128) * -(-N // 256) < processors or M <= 64  # large blocks would leave half of them idle
+    tile = lora_tile(small, branches * rank, x.dtype, roomy)
     slots = lora_slots(M, N, tile, processors)
+    by_k = W.stride(1) != 1 and W.stride(0) == 1  # a transposed view, as in the backward, is read as it lies
+    y = x.new_empty(M, -(-N * x.element_size() // 16) * 16 // x.element_size())[:, :N]
+    matrices = [aligned(t) for t in (x, W.mT if by_k else W, A.flatten(0, 1), B.mT.flatten(0, 1))] + [y]
+    strides = [t.stride(0) for t in matrices]
+    if roomy:
+        BM, BN, BK, WIDTH = (tile[name] for name in ("BM", "BN", "BK", "WIDTH"))
+        shapes = [BM, BK], [BK, BN] if by_k else [BN, BK], [WIDTH, BK], [WIDTH, BN], [BM, BN]
+        matrices = [TensorDescriptor.from_tensor(t, shape) for t, shape in zip(matrices, shapes)]
+    branch = branch.clamp(-1, branches).int()  # first: an index that int32 cannot hold must not become a good one
     with torch.cuda.device_of(x):
         lora_kernel[(-(-M // tile["BM"]) * slots,)](
-            x, W, A, B, branch, y, scale, M, N, K, branches * rank, rank, M // len(branch), slots,
-            x.stride(0), W.stride(0), W.stride(1), A.stride(0), B.stride(0), B.stride(1),
-            PRECISION=fp32_precision(hip), **tile)
-    return y
+            *matrices, branch.contiguous(), scale, M, N, K, branches * rank, rank, M // len(branch), slots, *strides,
+            W_BY_K=by_k, PRECISION=fp32_precision(), **tile)
+    return y.contiguous()
 
 
 def check_branch(branch, branches):
