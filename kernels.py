@@ -101,13 +101,19 @@ def chosen_columns(branch, M, branches, rank):
     return j[:, None] == torch.arange(branches, device=branch.device).repeat_interleave(rank)
 
 
+def used_branches(branch, branches):
+    """Which branches some row chose, (branches,) bool. As 0 * NaN is NaN, B of the others is left out of the sums."""
+    return (branch.flatten() == torch.arange(branches, device=branch.device)[:, None]).any(dim=1)
+
+
 def lora_reference(x, W, A, B, branch, scale):
     """x (M, K), W (N, K), A (branches, rank, K), B (branches, N, rank), branch (n,) -> (M, N)."""
     chosen = chosen_columns(branch, len(x), *A.shape[:2])  # (M, R)
     z = x @ A.flatten(0, 1).mT * scale  # (M, R)
     known = chosen.any(dim=1, keepdim=True)  # a branch that does not exist gives NaN, not silently the base model
     z = z.where(chosen, torch.zeros_like(z).masked_fill(~known, math.nan))
-    stacked = B.transpose(0, 1).flatten(1).where(chosen.any(dim=0), 0)  # (N, R); unused branches may hold anything
+    B = B.where(used_branches(branch, len(B))[:, None, None], 0)
+    stacked = B.transpose(0, 1).flatten(1)  # (N, R)
     return (x @ W.mT).addmm_(z, stacked.mT)
 
 
@@ -149,18 +155,18 @@ def lora_kernel(x, W, A, B, y, branch, scale, M, N, K, R, rank, rows_per_index, 
     own = rank * tl.load(branch + m // rows_per_index, mask=m < M, other=-1)  # (BM,) first column of the row's branch
     known = (own >= 0) & (own < R)
     chosen = known[:, None] & (c[None, :] >= own[:, None]) & (c[None, :] < (own + rank)[:, None])  # (BM, WIDTH)
-    present = tl.max(chosen.to(tl.int32), axis=0) > 0  # (WIDTH,) some row of this block of rows chose that branch
-    Bs = tl.where(present[:, None], B.load([0, column]), 0.0)  # (WIDTH, BN); as 0 * NaN is NaN, leave out the others
+    Bs = B.load([0, column])  # (WIDTH, BN)
     z = tl.where(chosen, z * scale, tl.where(known, 0.0, float("nan"))[:, None]).to(Bs.dtype)
-    y.store([row, column], tl.dot(z, Bs, acc, input_precision=PRECISION).to(z.dtype))  # (BM, BN)
+    acc = tl.dot(z, Bs, acc, input_precision=PRECISION)
+    y.store([row, column], acc.to(z.dtype))  # (BM, BN)
     for column in range(column + slots * BN, N, slots * BN):
         acc = tl.zeros((BM, BN), dtype=tl.float32)
         for k in range(0, K, BK):
             xs = x.load([row, k])  # (BM, BK)
             Ws = W.load([k, column]) if W_BY_K else W.load([column, k]).T  # (BK, BN)
             acc = tl.dot(xs, Ws, acc, input_precision=PRECISION)
-        Bs = tl.where(present[:, None], B.load([0, column]), 0.0)  # (WIDTH, BN)
-        y.store([row, column], tl.dot(z, Bs, acc, input_precision=PRECISION).to(z.dtype))  # (BM, BN)
+        acc = tl.dot(z, B.load([0, column]), acc, input_precision=PRECISION)  # (WIDTH, BN)
+        y.store([row, column], acc.to(z.dtype))  # (BM, BN)
 
 
 def lora_tile(small, width, dtype, roomy):
@@ -230,7 +236,8 @@ def lora_triton(x, W, A, B, branch, scale):
     slots = lora_slots(M, N, tile, processors)
     by_k = W.stride(1) != 1 and W.stride(0) == 1  # a transposed view, as in the backward, is read as it lies
     y = x.new_empty(M, -(-N * x.element_size() // 16) * 16 // x.element_size())[:, :N]
-    matrices = [aligned(t) for t in (x, W.mT if by_k else W, A.flatten(0, 1), B.mT.flatten(0, 1))] + [y]
+    B = B.mT if branches == 1 else B.mT.where(used_branches(branch, branches)[:, None, None], 0)  # (branches, rank, N)
+    matrices = [aligned(t) for t in (x, W.mT if by_k else W, A.flatten(0, 1), B.flatten(0, 1))] + [y]
     strides = [t.stride(0) for t in matrices]
     if roomy:
         BM, BN, BK, WIDTH = (tile[name] for name in ("BM", "BN", "BK", "WIDTH"))
@@ -275,11 +282,11 @@ def lora_grads_op(dy: Tensor, x: Tensor, A: Tensor, B: Tensor, branch: Tensor, s
     with torch.autocast(x.device.type, enabled=False):
         (branches, rank, K), N = A.shape, dy.shape[1]
         chosen = chosen_columns(branch, len(x), branches, rank)  # (M, R)
-        used = chosen.any(dim=0)[:, None]  # (R, 1); a branch without rows gets zeros, also where x or dy hold NaN
+        used = used_branches(branch, branches)[:, None, None]  # without rows: zeros, also where x or dy hold NaN
         u = (dy @ B.transpose(0, 1).flatten(1)).where(chosen, 0) * scale  # (M, R)
         z = (x @ A.flatten(0, 1).mT).where(chosen, 0) * scale  # (M, R)
-        dA = (u.mT @ x).where(used, 0).view(branches, rank, K)
-        dB = (z.mT @ dy).where(used, 0).view(branches, rank, N)
+        dA = (u.mT @ x).view(branches, rank, K).where(used, 0)
+        dB = (z.mT @ dy).view(branches, rank, N).where(used, 0)
         return dA, dB.mT.contiguous()
 
 
@@ -620,3 +627,56 @@ def unpack_fuse(x_v, x_d, p, beta, mask, check=False):
         raise ValueError(f"unpack_fuse: x_v {tuple(x_v.shape)}, x_d {tuple(x_d.shape)}, p {tuple(p.shape)}, beta "
                          f"{tuple(beta.shape)}: must be (B, T, C), (k, C), (B, T) and one element; reshape them")
     return unpack_op(x_v, x_d, p, beta, mask, check)
+
+
+# ---- every configuration, compiled ahead of time: no GPU needed
+
+
+def compile_one(kernel, types, constants, target, options):
+    """Compile as a launch would: `types` of the tensors and numbers that are no constants; other arguments are int32.
+
+    Addresses and the sizes of rows are told to be multiples of 16, as those of real models are.
+    """
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+    even = ("N", "K", "C", "R", "rank", "x_m", "W_row", "A_c", "B_c", "y_m")
+    attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names)
+                  if signature[name][0] == "*" or name in even}
+    source = triton.compiler.ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=target, options=options)
+
+
+def lora_configurations(target):
+    """(label, types, constants, launch options) of lora_kernel for every dtype, tile, layout of W and precision."""
+    hopper = target.backend == "cuda" and target.arch >= 90
+    cases = [(dtype, small, width) for dtype in ("bf16", "fp16") for small in (False, True) for width in (64, 256)]
+    for dtype, small, width in cases + [("fp32", True, 64)]:
+        tile = lora_tile(small, width, torch.float32 if dtype == "fp32" else torch.bfloat16, hopper)
+        options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
+        BM, BN, BK, WIDTH = (tile[name] for name in ("BM", "BN", "BK", "WIDTH"))
+        fp32 = ("tf32", "tf32x3") if target.backend == "cuda" else ("ieee",)
+        for W_BY_K, precision in ((by_k, p) for by_k in (False, True) for p in (fp32 if dtype == "fp32" else ("ieee",))):
+            shapes = dict(x=(BM, BK), W=(BK, BN) if W_BY_K else (BN, BK), A=(WIDTH, BK), B=(WIDTH, BN), y=(BM, BN))
+            types = {name: f"tensordesc<{dtype}[{a}, {b}]>" if hopper else f"*{dtype}" for name, (a, b) in shapes.items()}
+            label = f"lora {dtype} {BM}x{BN}x{BK}+{WIDTH} {'dx' if W_BY_K else 'y'} {precision}"
+            yield label, types | dict(branch="*i32", scale="fp32"), dict(tile, W_BY_K=W_BY_K, PRECISION=precision), options
+
+
+def move_configurations():
+    """(label, kernel, types, constants, launch options) of the pack family for every dtype."""
+    index = dict(flat="*i64", slot="*i32", p="*fp32", beta="*fp32", d_w="*fp32")
+    for dtype in ("bf16", "fp16", "fp32"):
+        for kernel, elements in ((pack_kernel, 4096), (spread_kernel, 4096), (unpack_kernel, 4096),
+                                 (unpack_grads_kernel, 2048)):
+            tile = move_tile(2048, elements)
+            names = [name for name in kernel.arg_names if name not in ("M", "k", "C", *tile)]
+            options = {"num_warps": tile.pop("num_warps")}
+            yield f"{kernel.fn.__name__} {dtype}", kernel, {n: f"*{dtype}" for n in names} | index, tile, options
+
+
+def compile_ahead(target):
+    """Compile all of it for e.g. GPUTarget("cuda", 90, 32) or GPUTarget("hip", "gfx942", 64); yields (label, compiled)."""
+    for label, types, constants, options in lora_configurations(target):
+        yield label, compile_one(lora_kernel, types, constants, target, options)
+    for label, kernel, types, constants, options in move_configurations():
+        yield label, compile_one(kernel, {n: t for n, t in types.items() if n in kernel.arg_names}, constants, target,
+                                 options)
