@@ -12,12 +12,23 @@ x (..., K), W (N, K), A (branches, rank, K), B (branches, N, rank); x, x_v (B, T
     rows, cu_seqlens, positions = pack(x, p > tau)              # (k, C), (B + 1,) int32, (k,) int64
     x = unpack_fuse(x, layer(rows), p, beta, p > tau)           # (B, T, C)
 
-On a GPU with Triton the kernels run, else (CPU, no Triton, float64, R > 256) the PyTorch reference above each kernel,
-which is the definition. use_triton(True / False / None) overrides; standard error says once which path runs. All are
-torch.library ops with gradients, so torch.compile keeps its graph whole. Nothing uses atomics: two runs agree to the bit.
+On a GPU with Triton the kernels run; else (CPU, no Triton, float64, R > 256, in float32 R > 64) the PyTorch reference
+that stands above each kernel and is its definition. use_triton(True / False / None) overrides; standard error says once
+which path runs. All are torch.library ops with gradients: torch.compile keeps its graph whole. Nothing is summed in
+an order left to chance, so two runs agree to the bit. Copy this file out with tests/test_kernels.py.
 
-On paper (H100: 989 TFLOP/s in bf16, 3.35 TB/s, 132 multiprocessors, 228 KiB of shared memory each):
-LOREM
+On paper, H100 (989 TFLOP/s in bf16, 3.35 TB/s, 132 multiprocessors with 65536 registers, 227 KiB); not measured:
+    lora_linear, Huginn's qkv: M 4096, K 5280, N 15840, R 4 * 16
+        2 M N K = 685 GFLOP = 0.69 ms; x, W, y = 340 MB = 0.10 ms: bound by arithmetic
+        128 programs (one round), each 128 rows by 16 blocks of 256 columns; z once per program costs 1.6 %, the product
+        with B 1.2 %; 2.8 % above x W^T in the same blocks. Computed for each block anew z would cost 25 %.
+        dx (N 5280): 6 blocks per program, 4.8 % + 0.4 %. dA and dB: 2 * 2 M R (N + K) = 22 GFLOP, 3 %
+    the same, decoding, M 8: W's 167 MB = 50 us; 124 programs, A is read from the L2 cache
+    pack 2 k C elements, its backward (k + M) C, unpack_fuse (2 M + k) C, its backward (2 M + 3 k) C; no arithmetic to
+        speak of. M 32768, C 2048, k 20 %: 54, 161, 295, 349 MB = 16, 48, 88, 104 us
+    Compiled for sm_90, without spills: large block 186 registers in 256 threads, 208 KiB: 1 program per multiprocessor,
+        which the asynchronous copies and products of 3 stages keep busy; small block 106 registers in 128 threads,
+        72 KiB: 3 programs. Pack family: 30 to 78 registers in 128 threads: 6 to 16 programs, 24 to 64 of 64 warps.
 """
 
 import math
@@ -40,7 +51,7 @@ except ImportError:  # no wheel for macOS and Windows
 
 INTERPRETED = triton is not None and triton.knobs.runtime.interpret  # TRITON_INTERPRET=1 when this file was imported
 TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-MAX_WIDTH = 256  # stacked rows of A that one program holds
+MAX_WIDTH = {4: 64, 2: 256}  # bytes of an element -> most stacked rows of A that a program can hold
 
 
 # ---- which path runs
@@ -65,8 +76,8 @@ def triton_runs(x, width=0):
                          "kernels, or call use_triton(None)")
     if on and x.dtype not in TRITON_DTYPES:
         on, why = False, f"no kernel for {x.dtype}"
-    if on and width > MAX_WIDTH:
-        on, why = False, f"R {width} is above {MAX_WIDTH}"
+    if on and width > MAX_WIDTH[x.element_size()]:
+        on, why = False, f"branches * rank {width} is above {MAX_WIDTH[x.element_size()]} in {x.dtype}"
     line = f"kernels: {'Triton' if on else 'PyTorch'} on {x.device.type} ({why})"
     if line not in _said:
         _said.add(line)
@@ -77,10 +88,6 @@ def triton_runs(x, width=0):
 def jit(**options):
     """triton.jit, or nothing where Triton is missing."""
     return triton.jit(**options) if triton is not None else lambda kernel: kernel
-
-
-def next_power_of_2(n, least=1):
-    return max(least, 1 << max(n - 1, 0).bit_length())
 
 
 @jit()
@@ -236,14 +243,14 @@ def lora_triton(x, W, A, B, branch, scale):
     slots = lora_slots(M, N, tile, processors)
     by_k = W.stride(1) != 1 and W.stride(0) == 1  # a transposed view, as in the backward, is read as it lies
     y = x.new_empty(M, -(-N * x.element_size() // 16) * 16 // x.element_size())[:, :N]
-    B = B.mT if branches == 1 else B.mT.where(used_branches(branch, branches)[:, None, None], 0)  # (branches, rank, N)
+    B = B.mT if branches == 1 else B.mT.where(used_branches(branch, branches)[:, None, None], 0)
     matrices = [aligned(t) for t in (x, W.mT if by_k else W, A.flatten(0, 1), B.flatten(0, 1))] + [y]
     strides = [t.stride(0) for t in matrices]
     if roomy:
         BM, BN, BK, WIDTH = (tile[name] for name in ("BM", "BN", "BK", "WIDTH"))
         shapes = [BM, BK], [BK, BN] if by_k else [BN, BK], [WIDTH, BK], [WIDTH, BN], [BM, BN]
         matrices = [TensorDescriptor.from_tensor(t, shape) for t, shape in zip(matrices, shapes)]
-    branch = branch.clamp(-1, branches).int()  # first: an index that int32 cannot hold must not become a good one
+    branch = branch.long().clamp(-1, branches).int()  # an index that int32 cannot hold must not become a good one
     with torch.cuda.device_of(x):
         lora_kernel[(-(-M // tile["BM"]) * slots,)](
             *matrices, branch.contiguous(), scale, M, N, K, branches * rank, rank, M // len(branch), slots, *strides,
@@ -328,7 +335,7 @@ def check_lora(x, W, A, B, branch):
         raise ValueError(f"lora_linear: branch of dtype {branch.dtype}: must be integers; convert with .long()")
     if branch.shape != x.shape[:branch.ndim] or branch.ndim >= x.ndim or branch.device != x.device:
         raise ValueError(f"lora_linear: branch {tuple(branch.shape)} on {branch.device} for x {tuple(x.shape)} on "
-                         f"{x.device}: its shape must be {tuple(x.shape[:-1])} or the beginning of it; expand or move it")
+                         f"{x.device}: its shape must be {tuple(x.shape[:-1])} or begin it; expand or move it")
 
 
 def autocast(*tensors):
@@ -382,42 +389,35 @@ def spread_reference(rows, slot):
     return out.index_copy_(0, (slot >= 0).nonzero().squeeze(1), rows)
 
 
-@jit(do_not_specialize=["k"])
-def pack_kernel(x, flat, rows, k, C, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """One program: ROWS rows of the output, COLS columns. Every element is moved once, nothing is computed."""
+@jit(do_not_specialize=["M"])
+def take_kernel(source, index, out, M, C, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """One program: ROWS of the M rows of out, COLS columns: source[index], or zeros where index is -1.
+
+    It serves both ways: pack takes tokens by their number, its backward takes rows by their slot and writes the zeros
+    between them in the same pass. Every element is moved once, nothing is computed.
+    """
     blocks = tl.cdiv(C, COLS)
     row = tl.program_id(0) // blocks * ROWS + tl.arange(0, ROWS)
     c = tl.program_id(0) % blocks * COLS + tl.arange(0, COLS)
-    ok = (row < k)[:, None] & (c < C)[None, :]
-    source = tl.load(flat + row, mask=row < k, other=0)  # (ROWS,)
-    moved = tl.load(x + offset(source, C)[:, None] + c[None, :], mask=ok)  # (ROWS, COLS)
-    tl.store(rows + offset(row, C)[:, None] + c[None, :], moved, mask=ok)
-
-
-@jit(do_not_specialize=["M", "k"])
-def spread_kernel(rows, slot, out, M, k, C, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """One program: ROWS tokens, COLS columns of out. Each is written once, so zeros need no pass of their own."""
-    blocks = tl.cdiv(C, COLS)
-    row = tl.program_id(0) // blocks * ROWS + tl.arange(0, ROWS)
-    c = tl.program_id(0) % blocks * COLS + tl.arange(0, COLS)
-    source = tl.load(slot + row, mask=row < M, other=-1)  # (ROWS,)
-    taken = (source >= 0) & (source < k)
-    moved = tl.load(rows + offset(source, C)[:, None] + c[None, :], mask=taken[:, None] & (c < C)[None, :], other=0)
+    i = tl.load(index + row, mask=row < M, other=-1)  # (ROWS,)
+    ok = (i >= 0)[:, None] & (c < C)[None, :]
+    moved = tl.load(source + offset(i, C)[:, None] + c[None, :], mask=ok, other=0)  # (ROWS, COLS)
     tl.store(out + offset(row, C)[:, None] + c[None, :], moved, mask=(row < M)[:, None] & (c < C)[None, :])
 
 
 def move_tile(C, elements=4096):
     """Rows and columns of a block of about `elements`: 32 per thread, four 16-byte loads in flight in bf16."""
-    COLS = min(next_power_of_2(C), 1024)
+    COLS = min(1 << max(C - 1, 0).bit_length(), 1024)
     return dict(ROWS=max(1, min(128, elements // COLS)), COLS=COLS, num_warps=4)
 
 
-def launch(kernel, number, C, tensors, sizes, tile, whole_rows=False):
-    """Run a kernel of this family over `number` rows of C columns."""
+def launch(kernel, tensors, M, C, *sizes, elements=4096, whole_rows=False):
+    """Run a kernel of this family over M rows of C columns."""
+    tile = move_tile(C, elements)
     blocks = 1 if whole_rows else -(-C // tile["COLS"])
-    if number * C:
+    if M * C:
         with torch.cuda.device_of(tensors[0]):
-            kernel[(-(-number // tile["ROWS"]) * blocks,)](*tensors, *sizes, C, **tile)
+            kernel[(-(-M // tile["ROWS"]) * blocks,)](*(t.contiguous() for t in tensors), M, *sizes, C, **tile)
 
 
 def slots_of(mask):
@@ -434,7 +434,7 @@ def pack_op(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     if not triton_runs(x):
         return pack_reference(x, flat), flat
     rows = x.new_empty(len(flat), x.shape[1])
-    launch(pack_kernel, len(rows), x.shape[1], (x.contiguous(), flat, rows), (len(rows),), move_tile(x.shape[1]))
+    launch(take_kernel, (x, flat, rows), *rows.shape)
     return rows, flat
 
 
@@ -451,7 +451,7 @@ def spread_op(rows: Tensor, mask: Tensor) -> Tensor:
     if not triton_runs(rows):
         return spread_reference(rows, slot).view(*mask.shape, C)
     out = rows.new_empty(*mask.shape, C)
-    launch(spread_kernel, len(slot), C, (rows.contiguous(), slot, out), (len(slot), len(rows)), move_tile(C))
+    launch(take_kernel, (rows, slot, out), len(slot), C)
     return out
 
 
@@ -517,7 +517,7 @@ def unpack_grads_reference(g, x_v, x_d, p, beta, slot):
 
 @jit(do_not_specialize=["M", "k"])
 def unpack_kernel(x_v, x_d, p, beta, slot, out, M, k, C, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """One program: ROWS tokens, COLS columns. The blend is fp32: in bf16, 1 - w would lose the small w it is made of."""
+    """One program: ROWS tokens, COLS columns. The blend is fp32: in bf16, 1 - w loses the small w in it."""
     blocks = tl.cdiv(C, COLS)
     row = tl.program_id(0) // blocks * ROWS + tl.arange(0, ROWS)
     c = tl.program_id(0) % blocks * COLS + tl.arange(0, COLS)
@@ -566,8 +566,7 @@ def unpack_op(x_v: Tensor, x_d: Tensor, p: Tensor, beta: Tensor, mask: Tensor, c
     if not triton_runs(v):
         return unpack_reference(v, x_d, p, beta, slot).view(x_v.shape)
     out = x_v.new_empty(x_v.shape)
-    tensors = (v.contiguous(), x_d.contiguous(), p.contiguous(), beta, slot, out)
-    launch(unpack_kernel, M, C, tensors, (M, len(x_d)), move_tile(C))
+    launch(unpack_kernel, (v, x_d, p, beta, slot, out), M, C, len(x_d))
     return out
 
 
@@ -584,8 +583,7 @@ def unpack_grads_op(g: Tensor, x_v: Tensor, x_d: Tensor, p: Tensor, beta: Tensor
     if triton_runs(x_v):
         d_x_v, d_x_d = x_v.new_empty(M, C), x_d.new_empty(x_d.shape)
         d_w = torch.zeros(M, dtype=torch.float32, device=p.device)
-        tensors = (*(t.contiguous() for t in flat), d_x_v, d_x_d, d_w)
-        launch(unpack_grads_kernel, M, C, tensors, (M, len(x_d)), move_tile(C, 2048), whole_rows=True)
+        launch(unpack_grads_kernel, (*flat, d_x_v, d_x_d, d_w), M, C, len(x_d), elements=2048, whole_rows=True)
     else:
         d_x_v, d_x_d, d_w = unpack_grads_reference(*flat)
     d_w = d_w.view(mask.shape)
@@ -612,8 +610,8 @@ unpack_op.register_autograd(unpack_backward, setup_context=unpack_setup)
 
 def check_count(x_d, mask):
     if len(x_d) != mask.sum():
-        raise ValueError(f"unpack_fuse: x_d has {len(x_d)} rows for {int(mask.sum())} selected tokens: there must be as "
-                         "many; use the mask that x_d was packed with")
+        raise ValueError(f"unpack_fuse: x_d has {len(x_d)} rows for {int(mask.sum())} selected tokens; use "
+                         "the mask that x_d was packed with")
 
 
 def unpack_fuse(x_v, x_d, p, beta, mask, check=False):
@@ -654,29 +652,190 @@ def lora_configurations(target):
         options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
         BM, BN, BK, WIDTH = (tile[name] for name in ("BM", "BN", "BK", "WIDTH"))
         fp32 = ("tf32", "tf32x3") if target.backend == "cuda" else ("ieee",)
-        for W_BY_K, precision in ((by_k, p) for by_k in (False, True) for p in (fp32 if dtype == "fp32" else ("ieee",))):
-            shapes = dict(x=(BM, BK), W=(BK, BN) if W_BY_K else (BN, BK), A=(WIDTH, BK), B=(WIDTH, BN), y=(BM, BN))
-            types = {name: f"tensordesc<{dtype}[{a}, {b}]>" if hopper else f"*{dtype}" for name, (a, b) in shapes.items()}
-            label = f"lora {dtype} {BM}x{BN}x{BK}+{WIDTH} {'dx' if W_BY_K else 'y'} {precision}"
-            yield label, types | dict(branch="*i32", scale="fp32"), dict(tile, W_BY_K=W_BY_K, PRECISION=precision), options
+        for by_k, precision in ((by_k, p) for by_k in (False, True) for p in (fp32 if dtype == "fp32" else ("ieee",))):
+            shapes = dict(x=(BM, BK), W=(BK, BN) if by_k else (BN, BK), A=(WIDTH, BK), B=(WIDTH, BN), y=(BM, BN))
+            types = {t: f"tensordesc<{dtype}[{i}, {j}]>" if hopper else f"*{dtype}" for t, (i, j) in shapes.items()}
+            label = f"lora {dtype} {BM}x{BN}x{BK}+{WIDTH} {'dx' if by_k else 'y'} {precision}"
+            constants = dict(tile, W_BY_K=by_k, PRECISION=precision)
+            yield label, types | dict(branch="*i32", scale="fp32"), constants, options
 
 
 def move_configurations():
-    """(label, kernel, types, constants, launch options) of the pack family for every dtype."""
-    index = dict(flat="*i64", slot="*i32", p="*fp32", beta="*fp32", d_w="*fp32")
+    """(label, kernel, types, constants, launch options) of the pack family, for every dtype and kind of index."""
+    types = dict(slot="*i32", p="*fp32", beta="*fp32", d_w="*fp32")
+    cases = ((take_kernel, 4096, "*i64"), (take_kernel, 4096, "*i32"), (unpack_kernel, 4096, ""),
+             (unpack_grads_kernel, 2048, ""))
     for dtype in ("bf16", "fp16", "fp32"):
-        for kernel, elements in ((pack_kernel, 4096), (spread_kernel, 4096), (unpack_kernel, 4096),
-                                 (unpack_grads_kernel, 2048)):
+        for kernel, elements, index in cases:
             tile = move_tile(2048, elements)
-            names = [name for name in kernel.arg_names if name not in ("M", "k", "C", *tile)]
+            tensors = [name for name in kernel.arg_names if name not in ("M", "k", "C", *tile)]
             options = {"num_warps": tile.pop("num_warps")}
-            yield f"{kernel.fn.__name__} {dtype}", kernel, {n: f"*{dtype}" for n in names} | index, tile, options
+            types_here = {name: f"*{dtype}" for name in tensors} | types | dict(index=index)
+            yield f"{kernel.fn.__name__} {dtype} {index[1:]}", kernel, types_here, tile, options
 
 
 def compile_ahead(target):
-    """Compile all of it for e.g. GPUTarget("cuda", 90, 32) or GPUTarget("hip", "gfx942", 64); yields (label, compiled)."""
+    """Compile all for GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64), ...; yields (label, compiled)."""
     for label, types, constants, options in lora_configurations(target):
         yield label, compile_one(lora_kernel, types, constants, target, options)
     for label, kernel, types, constants, options in move_configurations():
-        yield label, compile_one(kernel, {n: t for n, t in types.items() if n in kernel.arg_names}, constants, target,
-                                 options)
+        yield label, compile_one(kernel, types, constants, target, options)
+
+
+# ---- python kernels.py: check every operation on this machine, then time it
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # largest error / largest value
+LORA_SHAPES = {  # name: M on a GPU, M on a CPU, K, N, branches, rank
+    "odd": (123, 123, 41, 77, 3, 5),
+    "Qwen3-1.7B up": (8192, 64, 2048, 6144, 1, 16),
+    "Huginn qkv": (4096, 32, 5280, 3 * 5280, 4, 16),
+    "Huginn proj": (4096, 64, 5280, 5280, 4, 16),
+    "Huginn qkv, decoding": (8, 8, 5280, 3 * 5280, 4, 16),
+}
+PACK_SHAPES = {  # name: B on a GPU, B on a CPU, T, C, share selected
+    "odd": (3, 3, 123, 41, 0.5),
+    "Qwen3-1.7B, 20 %": (8, 1, 4096, 2048, 0.2),
+    "Qwen3-1.7B, all": (8, 1, 4096, 2048, 1.0),
+}
+
+
+def timed(run, device):
+    """Median seconds of a call; on a GPU with a cold L2 cache, as in a model."""
+    if device == "cuda" and triton is not None:
+        return triton.testing.do_bench(run, return_mode="median") / 1000
+    run()
+    times = []
+    while len(times) < 3 or (sum(times) < 0.3 and len(times) < 50):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def error(got, want):
+    """Largest error relative to the largest value, over pairs of tensors."""
+    pairs = [(g.double(), w.double()) for g, w in zip(got, want) if w.numel()]
+    return max(((g - w).abs().max() / w.abs().max().clamp(min=1e-30)).item() for g, w in pairs)
+
+
+def compare(run, inputs, which, exact):
+    """run(*inputs) and its gradients for the inputs in `which`, against the same of `exact` in float64.
+
+    -> (output, its gradient, errors of output and gradients).
+    """
+    def all_of(function, tensors):
+        leaves = [t.requires_grad_(i in which) if t.is_floating_point() else t for i, t in enumerate(tensors)]
+        y = function(*leaves)
+        dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
+        return y, dy, torch.autograd.grad(y, [leaves[i] for i in which], dy, retain_graph=True)
+
+    y, dy, grads = all_of(run, inputs)
+    y64, _, grads64 = all_of(exact, [t.detach().double() if t.is_floating_point() else t for t in inputs])
+    return y, dy, (error([y.detach()], [y64.detach()]), error(grads, grads64))
+
+
+def exact_lora(x, W, A, B, branch, scale):
+    """Branch by branch, without stacking."""
+    y = x @ W.mT
+    for j in range(len(A)):
+        y = y + (branch == j)[:, None] * (scale * (x @ A[j].mT) @ B[j].mT)
+    return y
+
+
+def exact_unpack(x_v, x_d, p, beta, mask):
+    rows = torch.zeros_like(x_v).masked_scatter(mask[..., None], x_d)
+    w = torch.where(mask, beta * p, 0)[..., None]
+    return w * rows + (1 - w) * x_v
+
+
+def lora_rows(device, dtype, peak):
+    """Yields rows of the table: op, shape, error, seconds, rate, ratios and share of the roofline."""
+    for name, (M_gpu, M_cpu, K, N, branches, rank) in LORA_SHAPES.items():
+        M = M_gpu if device == "cuda" else M_cpu
+        make = torch.Generator(device).manual_seed(0)
+        x, W, A, B = (torch.randn(shape, generator=make, device=device, dtype=dtype) * shape[-1] ** -0.5
+                      for shape in ((M, K), (N, K), (branches, rank, K), (branches, N, rank)))
+        branch = torch.randint(branches, (M,), generator=make, device=device)
+        y, dy, errors = compare(lambda *t: lora_linear(*t, 2.0, branch), [x, W, A, B], (0, 2, 3),
+                                lambda *t: exact_lora(*t, branch, 2.0))
+        x, W, A, B = (t.detach() for t in (x, W, A, B))
+        flops, size = 2 * M * N * K + 2 * M * rank * (N + K), sum(t.numel() for t in (x, W, A, B, y)) * x.element_size()
+        best = max(flops / peak[0], size / peak[1]) if peak else None
+        plain = timed(lambda: F.linear(x, W), device)
+        unfused = timed(lambda: lora_reference(x, W, A, B, branch, 2.0), device)
+        seconds = timed(lambda: lora_linear(x, W, A, B, 2.0, branch), device)
+        shape = f"{name} {M}x{K}->{N}, {branches}x{rank}"
+        yield ("lora_linear", shape, errors[0], seconds, f"{flops / seconds / 1e12:.3g} TFLOP/s", unfused / seconds,
+               plain / seconds, best and best / seconds)
+        seconds = timed(lambda: lora_op(dy, W.mT, B.mT, A.mT, branch, 2.0, False), device)
+        unfused = timed(lambda: lora_reference(dy, W.mT, B.mT, A.mT, branch, 2.0), device)
+        yield ("  dx", shape, errors[1], seconds, f"{flops / seconds / 1e12:.3g} TFLOP/s", unfused / seconds,
+               timed(lambda: dy @ W, device) / seconds, best and best / seconds)
+        seconds = timed(lambda: lora_grads_op(dy, x, A, B, branch, 2.0), device)
+        flops = 4 * M * rank * branches * (N + K)
+        rate = f"{flops / seconds / 1e12:.3g} TFLOP/s"
+        yield "  dA, dB", shape, errors[1], seconds, rate, 1.0, plain / seconds, None
+
+
+def pack_rows(device, dtype, peak):
+    for name, (B_gpu, B_cpu, T, C, share) in PACK_SHAPES.items():
+        B = B_gpu if device == "cuda" else B_cpu
+        make = torch.Generator(device).manual_seed(0)
+        x = torch.randn(B, T, C, generator=make, device=device, dtype=dtype)
+        p = torch.rand(B, T, generator=make, device=device)
+        mask, beta = p <= share, torch.tensor(0.1, device=device)
+        rows, drows, errors = compare(lambda x: pack(x, mask)[0], [x], (0,), lambda x: x[mask])
+        x, rows = x.detach(), rows.detach()
+        out, g, fused = compare(lambda *t: unpack_fuse(*t, mask), [x, rows * 2, p, beta], (0, 1, 2, 3),
+                                lambda *t: exact_unpack(*t, mask))
+        x, p, beta = x.detach(), p.detach(), beta.detach()
+        flat, slot, e = mask.flatten().nonzero().squeeze(1), slots_of(mask), x.element_size()
+        k, M = len(rows), B * T
+        v, q, gs = x.flatten(0, 1), p.flatten(), g.flatten(0, 1)
+        cases = (
+            ("pack", errors[0], 2 * k, lambda: pack_op(x, mask), lambda: pack_reference(v, flat)),
+            ("  dx", errors[1], k + M, lambda: spread_op(drows, mask), lambda: spread_reference(drows, slot)),
+            ("unpack_fuse", fused[0], 2 * M + k, lambda: unpack_op(x, rows, p, beta, mask, False),
+             lambda: unpack_reference(v, rows, q, beta, slot)),
+            ("  gradients", fused[1], 2 * M + 3 * k, lambda: unpack_grads_op(g, x, rows, p, beta, mask),
+             lambda: unpack_grads_reference(gs, v, rows, q, beta, slot)),
+        )
+        for op, wrong, moved, run, fallback in cases:
+            seconds = timed(run, device)
+            yield (op, f"{name} {B}x{T}x{C}, k {k}", wrong, seconds, f"{moved * C * e / seconds / 1e9:.3g} GB/s",
+                   timed(fallback, device) / seconds, None, peak and moved * C * e / peak[1] / seconds)
+
+
+def measured_peak(dtype):
+    """FLOP/s of a large product and bytes/s of a large copy on this GPU: what the shares of the roofline refer to."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=dtype) for _ in range(2))
+    big = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    other = torch.empty_like(big)
+    return 2 * 8192**3 / timed(lambda: a @ b, "cuda"), 2 * 2**30 / timed(lambda: other.copy_(big), "cuda")
+
+
+def main():
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    runs = "Triton kernels" if device == "cuda" and triton is not None else "PyTorch fallback (the kernels need a GPU)"
+    name = torch.cuda.get_device_name() if device == "cuda" else f"cpu, {torch.get_num_threads()} threads"
+    print(f"path: {runs} on {name}, {dtype}; torch {torch.__version__}, triton {triton and triton.__version__}")
+    peak = measured_peak(dtype) if device == "cuda" else None
+    if peak:
+        print(f"measured here: product {peak[0] / 1e12:.0f} TFLOP/s, copy {peak[1] / 1e9:.0f} GB/s")
+    print("error: largest / largest value, against float64; x fallback, linear: its time / ours (linear: x W^T alone)")
+    print(f"{'op':<12} {'shape':<47} {'error':>8} {'ms':>9} {'rate':>14} x fallback x linear roofline")
+    worst = 0
+    for rows in (lora_rows, pack_rows):
+        for op, shape, wrong, seconds, rate, fallback, linear, share in rows(device, dtype, peak):
+            worst = max(worst, wrong)
+            linear, share = "" if linear is None else f"{linear:.2f}", "" if share is None else f"{share:.0%}"
+            print(f"{op:<12} {shape:<47} {wrong:>8.1e} {seconds * 1e3:>9.3f} {rate:>14} {fallback:>10.2f} {linear:>8} "
+                  f"{share:>8}", flush=True)
+    if not worst <= TOLERANCE[dtype]:
+        sys.exit(f"an error of {worst:.1e} is above {TOLERANCE[dtype]:.0e} for {dtype}: do not use this path here")
+    print(f"all errors at most {TOLERANCE[dtype]:.0e}")
+
+
+if __name__ == "__main__":
+    main()
