@@ -5,7 +5,7 @@
     pack            rows = x[mask], in order;   cu_seqlens = where each sequence's rows begin;   positions = their t
     unpack_fuse     out[mask] = w * x_d + (1 - w) * x_v[mask],   w = beta * p[mask];   out = x_v elsewhere
 
-Shapes: M rows, K features in, N out, R = R; B sequences, T tokens, C features, k selected tokens.
+Shapes: M rows, K features in, N out, R = branches * rank; B sequences, T tokens, C features, k selected tokens.
 x (..., K), W (N, K), A (branches, rank, K), B (branches, N, rank); x, x_v (B, T, C), x_d (k, C), mask, p (B, T).
 
     y = lora_linear(x, W, A, B, alpha / rank, branch)          # x (B, T, K), branch (B,) or (B, T) -> (B, T, N)
@@ -259,6 +259,7 @@ def lora_triton(x, W, A, B, branch, scale):
 
 
 def check_branch(branch, branches):
+    """ValueError for an index out of range; looks at the numbers, so a GPU is waited for."""
     bad = branch[(branch < 0) | (branch >= branches)]
     if bad.numel():
         raise ValueError(f"lora_linear: branch {int(bad[0])} with {branches} branches: accepted are 0..{branches - 1}; "
