@@ -46,16 +46,19 @@ from data.tokenizer import Tokenizer, load_tokenizer
 FORMAT = 1  # part of the cache key: raise it when the prepared files change
 TRAINED, UNSEEN = ("gsm8k", "mawps", "aqua"), ("multiarith", "addsub", "singleeq")  # MoDr's six
 SETS = (*TRAINED, *UNSEEN, "svamp", "mathqa")
+CHOICES = ("aqua", "mathqa")  # multiple choice
 SEEN = " (in training)"
 GITHUB = "https://raw.githubusercontent.com/"
 ADAPTERS = "AGI-Edgerunners/LLM-Adapters/main/dataset/"
-PUBLISHED = {  # set.split -> path on GITHUB, of which local copies may have any number of the last parts
-    "gsm8k.train": "openai/grade-school-math/master/grade_school_math/data/train.jsonl",
-    "gsm8k.test": "openai/grade-school-math/master/grade_school_math/data/test.jsonl",
-    "aqua.train": "google-deepmind/AQuA/master/train.json", "aqua.test": "google-deepmind/AQuA/master/test.json",
-    "mawps.train": ADAPTERS + "mawps/trainset.json", "mawps.test": ADAPTERS + "mawps/testset.json",
-    "multiarith.test": ADAPTERS + "MultiArith/test.json", "addsub.test": ADAPTERS + "AddSub/test.json",
-    "singleeq.test": ADAPTERS + "SingleEq/test.json", "svamp.test": ADAPTERS + "SVAMP/test.json",
+PUBLISHED = {  # set -> path on GITHUB, {} being the split, and the folders that local copies of it may be in
+    "gsm8k": ("openai/grade-school-math/master/grade_school_math/data/{}.jsonl",
+              ("grade_school_math/data", "data", "gsm8k", "")),
+    "aqua": ("google-deepmind/AQuA/master/{}.json", ("AQuA", "aqua", "")),
+    "mawps": (ADAPTERS + "mawps/{}set.json", ("dataset/mawps", "mawps")),
+    "multiarith": (ADAPTERS + "MultiArith/{}.json", ("dataset/MultiArith", "MultiArith")),
+    "addsub": (ADAPTERS + "AddSub/{}.json", ("dataset/AddSub", "AddSub")),
+    "singleeq": (ADAPTERS + "SingleEq/{}.json", ("dataset/SingleEq", "SingleEq")),
+    "svamp": (ADAPTERS + "SVAMP/{}.json", ("dataset/SVAMP", "SVAMP")),
 }
 
 
@@ -92,16 +95,12 @@ class MathConfig:
 
 def local_copy(folder, name):
     """The path of set.split `name` in a folder, or None."""
-    parts = PUBLISHED.get(name, "").split("/")[3:]  # without owner, repository and branch
-    tails = ["/".join(parts[i:]) for i in range(len(parts))]
-    if "LLM-Adapters" in PUBLISHED.get(name, ""):
-        tails.remove(parts[-1])  # test.json alone says nothing
-        # the same set as instructions, in the same folder of the repository
-        tails += [tail.replace("set.json", ".json") for tail in tails if tail.endswith("set.json")]
-    else:
-        tails += [f"{folder}/{parts[-1]}" for folder in ("gsm8k", "AQuA", "aqua") if name.startswith(folder.lower())]
-    tails = [f"{name}.jsonl.gz", f"{name}.jsonl", f"{name}.json", *tails]
-    return next((path for tail in tails if tail and os.path.isfile(path := os.path.join(folder, tail))), None)
+    which, split = name.split(".")
+    address, folders = PUBLISHED.get(which, ("", ()))
+    files = (os.path.basename(address).format(split), split + os.path.splitext(address)[1])  # mawps has both
+    tails = [name + ending for ending in (".jsonl.gz", ".jsonl", ".json")]
+    tails += [os.path.join(inner, file) for inner in folders for file in files]
+    return next((path for tail in tails if os.path.isfile(path := os.path.join(folder, tail))), None)
 
 
 def locate(config):
@@ -128,10 +127,11 @@ def locate(config):
 
 def fetch(name, data_dir):
     """Download set.split `name` -> its path. ValueError, one line, without a network."""
+    which, split = name.split(".")
     where = f"name a folder that holds {name}.jsonl or the published file with --data_file, or leave the set out"
-    if name not in PUBLISHED:
+    if which not in PUBLISHED:
         raise ValueError(f"there is no download for {name}; {where}")
-    address = GITHUB + PUBLISHED[name]
+    address = GITHUB + PUBLISHED[which][0].format(split)
     return download(address, os.path.join(data_dir, "math", name + os.path.splitext(address)[1]), read_examples, where)
 
 
@@ -187,13 +187,11 @@ def parse(row):
 
 
 def plain_number(text):
-    """A number as shortly as it can be written: '1,450' -> '1450', '12.0' -> '12', '$3.50' -> '3.50'."""
+    """A number as shortly as it can be written: '1,450' -> '1450', '12.0' -> '12', '$3.50' -> '3.5', '3/4' -> '0.75'."""
     value = final_number(text)
     if value is None:
         raise ValueError(f"answer {text!r} is neither a number nor the letter of an option")
-    if value.denominator == 1:
-        return str(value)
-    return re.sub(r"[^\d./-]", "", text)
+    return str(value) if value.denominator == 1 else np.format_float_positional(float(value), trim="-")
 
 
 def equation(text, answer):
@@ -244,3 +242,146 @@ def triple(config, source, example, work=True):
     shown = f" {example.work}\n" if work and config.work and example.work else " "
     prompt = config.template.replace("\\n", "\n").replace("{question}", question)
     return prompt, f"{shown}The answer is {example.answer}.", source
+
+
+def read_sets(files, split):
+    """The (set, Example) pairs of a split, "train" (mathqa.dev too) or "test". ValueError for a file of another set."""
+    pairs = []
+    for name, path in files:
+        which, part = name.split(".")
+        if (part == "test") != (split == "test"):
+            continue
+        examples = read_examples(path)
+        if which in SETS and any(bool(example.options) != (which in CHOICES) for example in examples):
+            kind = "multiple choice" if which in CHOICES else "problems whose answer is a number"
+            raise ValueError(f"{path} is not {which}, which is {kind}: give another file, or name it after its set")
+        pairs += [(which, example) for example in examples]
+    return pairs
+
+
+def draw_tests(pairs, config):
+    """num_test pairs of each set, in their order."""
+    if config.num_test < 0:
+        return pairs
+    rng, sets, kept = np.random.default_rng([config.data_seed, 1]), np.array([which for which, _ in pairs]), []
+    for which in dict.fromkeys(sets.tolist()):
+        kept += sorted(rng.permutation(np.flatnonzero(sets == which))[:config.num_test].tolist())
+    return [pairs[i] for i in kept]
+
+
+def split_training(rows, questions, config):
+    """Draw num_val rows with different questions -> (training, validation) masks (N,) bool; they share no question."""
+    keys = np.unique(questions, return_inverse=True)[1]
+    order = np.random.default_rng([config.data_seed, 0]).permutation(len(rows))
+    chosen = order[np.sort(np.unique(keys[order], return_index=True)[1])[:config.num_val]]
+    validation = np.isin(np.arange(len(rows)), chosen)
+    return ~np.isin(keys, keys[chosen]), validation
+
+
+def build(config, files, tokenizer=None):
+    """Read, compare and encode: (split -> Rows, tokenizer, lines for the summary). tokenizer: None = train it."""
+    train, test = read_sets(files, "train"), draw_tests(read_sets(files, "test"), config)
+    tested, left_out = {plain(example.question) for _, example in test}, Counter()
+    if config.overlap == "drop":
+        number, train = len(train), [pair for pair in train if plain(pair[1].question) not in tested]
+        left_out["training rows whose question is in a test set"] = number - len(train)
+    triples = [triple(config, *pair) for pair in train]
+    tokenizer = tokenizer or load_tokenizer(config.tokenizer, (prompt + reply for prompt, reply, _ in triples))
+    rows = Rows.of(triples, tokenizer)
+    short = np.diff(rows.starts) <= config.max_tokens
+    left_out[f"training rows of more than {config.max_tokens:,} tokens"] = int((~short).sum())
+    rows, train = rows.take(short), [pair for pair, kept in zip(train, short) if kept]
+    questions = [plain(example.question) for _, example in train]
+    masks = split_training(rows, questions, config)
+    if not masks[0].any():
+        raise ValueError(f"nothing is left to train on: num_val {config.num_val} and max_tokens {config.max_tokens} "
+                         f"leave none of {len(short):,} rows; give fewer to validate on, or a larger --max_tokens")
+    tests, seen = encode_tests(test, set(questions), config, tokenizer, left_out)
+    splits = dict(train=rows.take(masks[0]), val=rows.take(masks[1]), test=tests)
+    notes = [f"left out: {', '.join(f'{n:,} {what}' for what, n in left_out.items() if n) or 'nothing'}",
+             f"test questions that are in training: {seen}"]
+    if any(name == "mathqa.dev" for name, _ in files) and "mathqa" not in config.train_sets:
+        notes.insert(0, "mathqa.dev stands in for the training split of aqua, which is not there")
+    return splits, tokenizer, notes
+
+
+def encode_tests(pairs, trained, config, tokenizer, left_out):
+    """Test rows, the source telling which are in `trained`, a set of questions: (Rows, counts per set as text)."""
+    inside = [plain(example.question) in trained for _, example in pairs]
+    triples = [triple(config, which + SEEN * old, example) for (which, example), old in zip(pairs, inside)]
+    long = np.diff(Rows.of(triples, tokenizer).starts) > config.max_tokens
+    for i in np.flatnonzero(long):  # the final answer can be scored without the work
+        triples[i] = triple(config, triples[i][2], pairs[i][1], work=False)
+    rows = Rows.of(triples, tokenizer)
+    short = np.diff(rows.starts) <= config.max_tokens
+    left_out["works of test rows, too long"] = int((long & short).sum())
+    left_out[f"test rows of more than {config.max_tokens:,} tokens"] = int((~short).sum())
+    total = Counter(which for (which, _), kept in zip(pairs, short) if kept)
+    seen = Counter(which for (which, _), old, kept in zip(pairs, inside, short) if old and kept)
+    return rows.take(short), ", ".join(f"{which} {seen[which]:,} of {n:,}" for which, n in total.items())
+
+
+def load(config, prepare=True, saved=None):
+    """Prepare the data of a MathConfig, or read it from the cache: MathData. ValueError, one line, for mistakes.
+
+    prepare False: no splits, and no tokenizer if it is to be trained (a checkpoint holds it). saved: what state() kept
+    in a checkpoint, whose tokenizer is then used.
+    """
+    if saved:
+        tokenizer = Tokenizer.from_state(saved["tokenizer"])
+    else:
+        tokenizer = None if config.tokenizer.startswith("bpe:") else load_tokenizer(config.tokenizer)
+    if not prepare:
+        return MathData("math", tokenizer)
+    files = locate(config)
+    fields = {name: value for name, value in dataclasses.asdict(config).items() if name not in ("data_dir", "data_file")}
+    key = content_hash(FORMAT, sorted(fields.items()), tokenizer.fingerprint() if tokenizer else config.tokenizer,
+                       [(name, path.endswith(".gz"), file_hash(path)) for name, path in files])[:16]
+    path = os.path.join(config.data_dir, f"math-{key}.npz")
+    if not os.path.exists(path):
+        print(f"preparing word problems ({', '.join(name for name, _ in files)}) -> {path}", flush=True)
+        splits, tokenizer, notes = build(config, files, tokenizer)
+        arrays = {f"{name}_{key}": value for name, rows in splits.items() for key, value in vars(rows).items()}
+        about = json.dumps(dict(tokenizer=tokenizer.state(), notes=notes))
+        with atomic_write(path) as file:
+            np.savez(file, about=np.array(about), **arrays)
+    with np.load(path, allow_pickle=False) as stored:
+        splits = {name: Rows(*(stored[f"{name}_{field.name}"] for field in dataclasses.fields(Rows)))
+                  for name in ("train", "val", "test")}
+        about = json.loads(str(stored["about"]))
+    return MathData("math", Tokenizer.from_state(about["tokenizer"]), notes=about["notes"], **splits)
+
+
+class MathData(PromptData):
+    """PromptData whose test rows have the source SET or "SET (in training)"."""
+
+    def groups(self):
+        """The lines of the results' table: label -> list of masks (N,) bool over the test rows, whose means it averages.
+
+        The sets; the means of those trained on, of the others in MoDr's tables, and of all six; then the same without
+        the questions that are in training, and svamp.
+        """
+        sources = self.test.source.astype(str)
+        whole = {which: (sources == which) | (sources == which + SEEN) for which in SETS}
+        groups = {}
+        for ending, masks in (("", whole), (", not in training", {which: sources == which for which in SETS})):
+            masks = {which: mask for which, mask in masks.items() if mask.any()}
+            for title, sets in (("in distribution", TRAINED), ("out of distribution", UNSEEN), ("all six", ()),
+                                ("", ("svamp", "mathqa"))):
+                new = [which for which in sets if which in masks and (not ending or (masks[which] != whole[which]).any())]
+                groups |= {which + ending: [masks[which]] for which in new}
+                chosen = [masks[which] for which in sets or TRAINED + UNSEEN if which in masks]
+                if title and len(chosen) > 1:
+                    groups[title + ending] = chosen
+        return groups
+
+    def table(self, columns):
+        """The results as readable lines. columns: title -> (N,) scores of the test rows, as of a model or a branch."""
+        columns = {title: np.asarray(values, np.float64) for title, values in columns.items()}
+        lines = [f"  {'':40}{'rows':>8}" + "".join(f"{title:>14}" for title in columns)]
+        for label, masks in self.groups().items():
+            means = [np.mean([values[mask].mean() for mask in masks]) for values in columns.values()]
+            label = label if len(masks) == 1 else f"mean {label}"
+            lines.append(f"  {label:40}{sum(mask.sum() for mask in masks):>8,}"
+                         + "".join(f"{mean:>14.4f}" for mean in means))
+        return lines
