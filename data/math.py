@@ -3,7 +3,7 @@ r"""Word problems to fine-tune a language model on, and the sets to test it on: 
     data = load(MathConfig(data_file="folder"))             # prepared once, then read from config.data_dir
     print("\n".join(data.summary()))
     batch = data.train_batch(index=0, batch_size=64, seed=0)
-    print("\n".join(data.table({"SFT": scores, "MoDr": other_scores})))     # (N,) each, a value per test row
+    print("\n".join(data.table({"SFT": scores})))           # titles -> (N,), a value per test row
 
     set         train   test   answer   read from                                  licence
     gsm8k       7,473  1,319   number   openai/grade-school-math                   MIT
@@ -22,9 +22,9 @@ A row, by default:
 GSM8K's calculator marks <<48/2=24>> are stripped, and the many ways in which AQuA's rationales name their letter at the
 end. Work that ends in another answer than the reference is left out, as it occurs in machine-written solutions.
 
-Most of addsub, multiarith and singleeq is in mawps's training file. So a test question that is in training, but for
-case, spacing and punctuation, has the source "addsub (in training)" and the others "addsub"; table() has both means.
-Reference answers are as published: some are wrong or rounded.
+Most of addsub, multiarith and singleeq is in mawps's training file. So a test question that is in training (or validation),
+but for case, spacing and punctuation, has the source "addsub (in training)" and the others "addsub"; table() has the
+means with and without. Reference answers are as published: some are wrong or rounded.
 
 Local copies may be named SET.SPLIT.jsonl[.gz] or as in the repositories above. Where neither those nor the network has
 aqua's training split, mathqa.dev stands in. Written to data_dir: math-<key>.npz; the key hashes the files and settings.
@@ -40,7 +40,7 @@ from typing import Literal
 import numpy as np
 
 from data.common import atomic_write, content_hash, download, file_hash, read_lines
-from data.prompts import IGNORE, PromptData, Rows, final_letter, final_number, same_answer
+from data.prompts import PromptData, Rows, final_number, same_answer
 from data.tokenizer import Tokenizer, load_tokenizer
 
 FORMAT = 1  # part of the cache key: raise it when the prepared files change
@@ -86,8 +86,8 @@ class MathConfig:
         for name, known in (("train_sets", (*TRAINED, "mathqa")), ("test_sets", SETS)):
             for word in (words := getattr(self, name).split(",")):
                 if word not in known or words.count(word) > 1:
-                    raise ValueError(f"{name} {getattr(self, name)!r}: {word!r} is not a set of its own here; give some "
-                                     f"of {','.join(known)}, each once")
+                    raise ValueError(f"{name} {getattr(self, name)!r}: {word!r} is no set or comes twice; give some of "
+                                     f"{','.join(known)}, each once")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ def locate(config):
         raise ValueError(f"data_file {folder} does not exist: name a folder with local copies, or a file to train on")
     wanted = [s + (".dev" if s == "mathqa" else ".train") for s in config.train_sets.split(",")]
     if os.path.isfile(folder):
-        files, wanted = [(f"{os.path.basename(folder).split('.')[0]}.train", folder)], []
+        files, wanted = [(f"{os.path.basename(folder).split('.')[0] or 'own'}.train", folder)], []
         folder = os.path.dirname(folder) or "."
     for name in [*wanted, *(f"{s}.test" for s in config.test_sets.split(","))]:
         path = local_copy(folder, name) if folder else None
@@ -153,8 +153,8 @@ def read_examples(path):
         try:
             examples.append(parse(json.loads(line) if isinstance(line, str) else line))
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise ValueError(f"{path}: row {number} cannot be read ({type(error).__name__}: {error}); it needs question "
-                             "and answer, the answer a number or a letter") from None
+            raise ValueError(f"{path}: row {number} cannot be read ({type(error).__name__}: {error}); give it a "
+                             "question and an answer, which is a number or the letter of an option") from None
     if not examples:
         raise ValueError(f"{path} holds no questions; give JSON lines with question and answer")
     return examples
@@ -176,10 +176,10 @@ def parse(row):
     if "Answer Choices:" in question:  # LLM-Adapters has AQuA's options in the question
         question, _, listed = question.rpartition("Answer Choices:")
         options = [text.strip() for text in re.split(r"(?=\([A-E]\))", listed) if text.strip()]
-    options = [re.sub(r"^\(?([A-E])\s*\)\s*", r"\1) ", text.strip()) for text in options]
-    letter = answer.upper() if answer.upper() in [text[:1] for text in options] else ""
-    answer = letter or plain_number(answer)
-    if not work and row.get("equation_ok", True) and not options:
+    options = [f"{letter}) " + re.sub(rf"^\(?{letter}\s*\)", "", text.strip()).strip()
+               for letter, text in zip("ABCDE", options)]
+    answer = answer.upper() if answer.upper() in [text[0] for text in options] else plain_number(answer)
+    if not work and row.get("equation_ok", True):
         work = equation(first(row, "equation"), answer)
     if not question.strip():
         raise ValueError("no question")
@@ -187,7 +187,7 @@ def parse(row):
 
 
 def plain_number(text):
-    """A number as shortly as it can be written: '1,450' -> '1450', '12.0' -> '12', '$3.50' -> '3.5', '3/4' -> '0.75'."""
+    """A number as shortly as it can be written: '1,450' -> '1450', '12.0' -> '12', '$3.5' -> '3.5', '3/4' -> '0.75'."""
     value = final_number(text)
     if value is None:
         raise ValueError(f"answer {text!r} is neither a number nor the letter of an option")
@@ -202,13 +202,13 @@ def equation(text, answer):
 
 
 # How AQuA's rationales end: "Answer is A.", "Ans - b", "CORRECT OPTION:OPTION E", "answer : b ) 45", "Hence (A) is
-# correct answer.", or the letter alone on a line or after a stop; and how solutions with a number do.
+# correct.", or the letter alone, as in "= 14 C"; and how solutions with a number do.
 JOIN = r"[\s.,;:=>~({\[∴-]*(?:\b(?:so|hence|thus|therefore|and|imo)\b[\s,:]*)?"
 ANSWER = r"(?:answer|ans|option|choice)\b"
 NAMED = re.compile(rf"(?i){JOIN}(?:\b(?:the|my|correct|final|right|required)\s+)*\b{ANSWER}\W*(?:(?:is|would|should|"
                    rf"will|must|be|the|correct|option|choice|answer)\b\W*)*([a-e])\b(?:\s*\)[^\n]{{0,40}})?[^\w]*$")
-NAMED_FIRST = re.compile(rf"(?i){JOIN}\b([a-e])\)?\s+is\s+(?:the\s+)?(?:correct|right)\s+{ANSWER}[^\w]*$")
-ALONE = re.compile(r"(?i)(?:\n|[.:;]\s|\b(?:hence|thus|so)\b)\s*\(?([a-e])\)?[\s.]*$")
+NAMED_FIRST = re.compile(rf"(?i){JOIN}\b([a-e])\)?\s+is\s+(?:the\s+)?(?:(?:correct|right)\s+)?(?:{ANSWER}|correct)\W*$")
+ALONE = re.compile(r"(?i)[\s.:;,=>-]*(?:\b(?:hence|thus|so)\b\s*)?(?<!\w)\(?([a-e])\)?[\s.]*$")
 NUMBER_NAMED = re.compile(r"(?i)(?:\bso,?\s+)?\bthe (?:final )?answer is[^\n]*$")
 
 
@@ -222,9 +222,9 @@ def clean_work(work, answer):
         return work[:ending.start()].strip() if ending else work
     for pattern in (NAMED, NAMED_FIRST, ALONE):
         if ending := pattern.search(work):
-            if ending[1].upper() != answer:
-                return work if pattern is ALONE else ""  # a letter alone may be a variable
-            return work[:ending.start()].strip()
+            if ending[1].upper() == answer:
+                return work[:ending.start()].strip()
+            return work if pattern is ALONE else ""  # a letter alone may be a variable
     return work
 
 
@@ -280,9 +280,9 @@ def split_training(rows, questions, config):
 
 def build(config, files, tokenizer=None):
     """Read, compare and encode: (split -> Rows, tokenizer, lines for the summary). tokenizer: None = train it."""
-    train, test = read_sets(files, "train"), draw_tests(read_sets(files, "test"), config)
-    tested, left_out = {plain(example.question) for _, example in test}, Counter()
-    if config.overlap == "drop":
+    train, test, left_out = read_sets(files, "train"), read_sets(files, "test"), Counter()
+    if config.overlap == "drop":  # with what is in the whole sets, so that training does not depend on num_test
+        tested = {plain(example.question) for _, example in test}
         number, train = len(train), [pair for pair in train if plain(pair[1].question) not in tested]
         left_out["training rows whose question is in a test set"] = number - len(train)
     triples = [triple(config, *pair) for pair in train]
@@ -296,7 +296,7 @@ def build(config, files, tokenizer=None):
     if not masks[0].any():
         raise ValueError(f"nothing is left to train on: num_val {config.num_val} and max_tokens {config.max_tokens} "
                          f"leave none of {len(short):,} rows; give fewer to validate on, or a larger --max_tokens")
-    tests, seen = encode_tests(test, set(questions), config, tokenizer, left_out)
+    tests, seen = encode_tests(draw_tests(test, config), set(questions), config, tokenizer, left_out)
     splits = dict(train=rows.take(masks[0]), val=rows.take(masks[1]), test=tests)
     notes = [f"left out: {', '.join(f'{n:,} {what}' for what, n in left_out.items() if n) or 'nothing'}",
              f"test questions that are in training: {seen}"]
@@ -334,8 +334,8 @@ def load(config, prepare=True, saved=None):
     if not prepare:
         return MathData("math", tokenizer)
     files = locate(config)
-    fields = {name: value for name, value in dataclasses.asdict(config).items() if name not in ("data_dir", "data_file")}
-    key = content_hash(FORMAT, sorted(fields.items()), tokenizer.fingerprint() if tokenizer else config.tokenizer,
+    settings = dataclasses.replace(config, data_file="", data_dir="")  # where the files lie does not matter
+    key = content_hash(FORMAT, settings, tokenizer.fingerprint() if tokenizer else config.tokenizer,
                        [(name, path.endswith(".gz"), file_hash(path)) for name, path in files])[:16]
     path = os.path.join(config.data_dir, f"math-{key}.npz")
     if not os.path.exists(path):
@@ -356,24 +356,22 @@ class MathData(PromptData):
     """PromptData whose test rows have the source SET or "SET (in training)"."""
 
     def groups(self):
-        """The lines of the results' table: label -> list of masks (N,) bool over the test rows, whose means it averages.
+        """The lines of the table of results: label -> list of masks (N,) bool over the test rows; means are averaged.
 
-        The sets; the means of those trained on, of the others in MoDr's tables, and of all six; then the same without
-        the questions that are in training, and svamp.
+        The sets; the means of those trained on, of the others in MoDr's tables, and of all six; svamp and mathqa apart;
+        then the same without the questions that are in training, where any are.
         """
-        sources = self.test.source.astype(str)
-        whole = {which: (sources == which) | (sources == which + SEEN) for which in SETS}
+        sets, seen = (np.char.replace(self.test.source, SEEN, ""), np.char.endswith(self.test.source, SEEN))
         groups = {}
-        for ending, masks in (("", whole), (", not in training", {which: sources == which for which in SETS})):
-            masks = {which: mask for which, mask in masks.items() if mask.any()}
-            for title, sets in (("in distribution", TRAINED), ("out of distribution", UNSEEN), ("all six", ()),
-                                ("", ("svamp", "mathqa"))):
-                new = [which for which in sets if which in masks and (not ending or (masks[which] != whole[which]).any())]
-                groups |= {which + ending: [masks[which]] for which in new}
-                chosen = [masks[which] for which in sets or TRAINED + UNSEEN if which in masks]
-                if title and len(chosen) > 1:
-                    groups[title + ending] = chosen
-        return groups
+        for ending, rows in (("", np.ones_like(seen)), (", not in training", ~seen))[:1 + seen.any()]:
+            masks = {name: (sets == name) & rows for name in SETS if ((sets == name) & rows).any()}
+            for title, members in (("in distribution", TRAINED), ("out of distribution", UNSEEN), ("", SETS[6:])):
+                groups |= {name + ending: [masks[name]] for name in members
+                           if name in masks and (not ending or (seen & (sets == name)).any())}
+                if title:
+                    groups[f"mean {title}{ending}"] = [masks[name] for name in members if name in masks]
+            groups[f"mean of the six{ending}"] = [masks[name] for name in SETS[:6] if name in masks]
+        return {label: masks for label, masks in groups.items() if masks}
 
     def table(self, columns):
         """The results as readable lines. columns: title -> (N,) scores of the test rows, as of a model or a branch."""
@@ -381,7 +379,6 @@ class MathData(PromptData):
         lines = [f"  {'':40}{'rows':>8}" + "".join(f"{title:>14}" for title in columns)]
         for label, masks in self.groups().items():
             means = [np.mean([values[mask].mean() for mask in masks]) for values in columns.values()]
-            label = label if len(masks) == 1 else f"mean {label}"
             lines.append(f"  {label:40}{sum(mask.sum() for mask in masks):>8,}"
                          + "".join(f"{mean:>14.4f}" for mean in means))
         return lines

@@ -13,6 +13,8 @@ Answers are compared by what they end in. Reference and answer are numbers: the 
 terms, so that rounded decimals count and neighbouring integers do not. The reference is a letter of a multiple choice:
 the letters must be the same. final_number and final_letter say what is read from a text.
 """
+import json
+import os
 import re
 from dataclasses import dataclass
 from fractions import Fraction
@@ -20,7 +22,7 @@ from fractions import Fraction
 import numpy as np
 import torch
 
-from data.common import content_hash, epoch_rows
+from data.common import content_hash, epoch_rows, read_lines
 
 IGNORE = -100  # the label of a token that is not scored
 GROUP = 16  # batches whose rows are sorted by length together, so that little of a batch is padding
@@ -198,3 +200,85 @@ class PromptData:
                 tokens, answer = (a[rows.starts[row]:rows.starts[row + 1]] for a in (rows.tokens, rows.answer))
                 prompts.append(self.tokenizer.decode(tokens[~answer].tolist()))
         return prompts
+
+
+# ---- multiple choice by likelihood
+
+
+def continuation(question, choice):
+    """(prompt, what is to follow it): what makes one text of a question and a choice.
+
+    A blank _ is filled, and what follows it belongs to the choice; a question with its mark is asked; all else is a
+    text to go on with.
+    """
+    if "_" in question:
+        before, _, after = question.partition("_")
+        return before.rstrip() or "\n", " " * (before != before.rstrip()) + choice + after
+    return f"Question: {question}\nAnswer:" if question.endswith("?") else question, " " + choice
+
+
+@dataclass
+class Choices:
+    """Q questions with choices, a row for each choice, R in all, of which a model gives the loss.
+
+    scores = model.evaluate(choices.eval_batches(64), depths)                       # depth -> "loss" -> (R,)
+    choices.grade(scores[depth]["loss"])                                            # (Q,), choices.source (Q,) its sets
+    """
+
+    rows: Rows  # no end of text follows the choices
+    starts: np.ndarray  # (Q+1,) int64; question i has the rows starts[i] to starts[i+1]
+    right: np.ndarray  # (Q,) int64, the right choice, from 0
+    source: np.ndarray  # (Q,) str
+    num_bytes: np.ndarray  # (R,) int64, bytes of the text that is scored
+    pad: int  # the id that rows are padded with
+
+    @classmethod
+    def of(cls, items, tokenizer):
+        """(question, list of choices, index of the right one, source) -> Choices."""
+        pairs = [(*continuation(question, choice), source) for question, choices, _, source in items
+                 for choice in choices]
+        starts = np.cumsum([0, *(len(choices) for _, choices, *_ in items)])
+        return cls(Rows.of(pairs, tokenizer, end=False), starts, np.array([item[2] for item in items], np.int64),
+                   np.array([item[3] for item in items], str),
+                   np.array([len(text.encode("utf-8")) for _, text, _ in pairs], np.int64), tokenizer.eot)
+
+    def eval_batches(self, batch_size):
+        """Iterate over the rows in order; the last batch may be short."""
+        for start in range(0, len(self.rows), batch_size):
+            yield self.rows.batch(np.arange(start, min(start + batch_size, len(self.rows))), self.pad)
+
+    def grade(self, losses, per="byte"):
+        """Which questions are right: is the choice of the lowest loss? losses (R,): mean per labelled token -> (Q,) 0, 1.
+
+        per: what a choice's total is divided by, its "byte"s (the choices differ in length; the same for every
+        tokenizer), its "token"s, or "all" for nothing, the likelihood itself. Of equal ones the first is chosen.
+        """
+        if per not in ("byte", "token", "all"):
+            raise ValueError(f"per {per!r}: give byte, token or all")
+        tokens = np.add.reduceat(self.rows.answer.astype(np.int64), self.rows.starts[:-1])
+        scores = np.asarray(losses, np.float64) * {"byte": tokens / self.num_bytes, "token": 1, "all": tokens}[per]
+        best = [int(scores[a:b].argmin()) for a, b in zip(self.starts, self.starts[1:])]
+        return torch.from_numpy((np.array(best) == self.right).astype(np.float32))
+
+
+def load_choices(path, tokenizer):
+    """Choices of a file of JSON lines (.gz too), or of all in a folder: question, choices (strings), answer (index).
+
+    The set's name is the file's up to its first dot. ValueError, one line, for what cannot be read.
+    """
+    files = [path] if not os.path.isdir(path) else [os.path.join(path, name) for name in sorted(os.listdir(path))
+                                                    if name.endswith((".jsonl", ".jsonl.gz"))]
+    items = []
+    for file in files:
+        for number, line in read_lines(file):
+            try:
+                row = json.loads(line)
+                items.append((row["question"].strip(), [choice.strip() for choice in row["choices"]], row["answer"],
+                              os.path.basename(file).split(".")[0]))
+                row["choices"][row["answer"]]
+            except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+                raise ValueError(f"{file}: line {number} cannot be read ({type(error).__name__}: {error}); give a JSON "
+                                 "object with question, choices and answer, the right one's index") from None
+    if not items:
+        raise ValueError(f"{path} holds no questions; give JSON lines with question, choices and answer")
+    return Choices.of(items, tokenizer)
