@@ -22,12 +22,13 @@ A row, by default:
 GSM8K's calculator marks <<48/2=24>> are stripped, and the many ways in which AQuA's rationales name their letter at the
 end. Work that ends in another answer than the reference is left out, as it occurs in machine-written solutions.
 
-Most of addsub, multiarith and singleeq is in mawps's training file. So a test question that is in training (or validation),
-but for case, spacing and punctuation, has the source "addsub (in training)" and the others "addsub"; table() has the
-means with and without. Reference answers are as published: some are wrong or rounded.
+Most of addsub, multiarith and singleeq is in mawps's training file. So a test question that is also in training (or
+validation), but for case, spacing and punctuation, has the source "addsub (in training)" and the others "addsub", and
+table() has the means with and without. Reference answers are as published: some are wrong or rounded.
 
-Local copies may be named SET.SPLIT.jsonl[.gz] or as in the repositories above. Where neither those nor the network has
-aqua's training split, mathqa.dev stands in. Written to data_dir: math-<key>.npz; the key hashes the files and settings.
+Local copies may be named SET.SPLIT.jsonl[.gz] or as in the repositories above. Where a folder has mathqa.dev but not
+aqua's training split, the one stands in for the other. Written to data_dir: math-<key>.npz; the key hashes the contents
+of the files and every setting that matters.
 """
 import dataclasses
 import json
@@ -207,7 +208,8 @@ JOIN = r"[\s.,;:=>~({\[∴-]*(?:\b(?:so|hence|thus|therefore|and|imo)\b[\s,:]*)?
 ANSWER = r"(?:answer|ans|option|choice)\b"
 NAMED = re.compile(rf"(?i){JOIN}(?:\b(?:the|my|correct|final|right|required)\s+)*\b{ANSWER}\W*(?:(?:is|would|should|"
                    rf"will|must|be|the|correct|option|choice|answer)\b\W*)*([a-e])\b(?:\s*\)[^\n]{{0,40}})?[^\w]*$")
-NAMED_FIRST = re.compile(rf"(?i){JOIN}\b([a-e])\)?\s+is\s+(?:the\s+)?(?:(?:correct|right)\s+)?(?:{ANSWER}|correct)\W*$")
+NAMED_FIRST = re.compile(rf"(?i){JOIN}\(?\b([a-e])\)?\s+is\s+(?:the\s+)?"
+                         rf"(?:(?:correct|right)\s+)?(?:{ANSWER}|correct)\W*$")
 ALONE = re.compile(r"(?i)[\s.:;,=>-]*(?:\b(?:hence|thus|so)\b\s*)?(?<!\w)\(?([a-e])\)?[\s.]*$")
 NUMBER_NAMED = re.compile(r"(?i)(?:\bso,?\s+)?\bthe (?:final )?answer is[^\n]*$")
 
@@ -221,7 +223,7 @@ def clean_work(work, answer):
             return ""
         return work[:ending.start()].strip() if ending else work
     for pattern in (NAMED, NAMED_FIRST, ALONE):
-        if ending := pattern.search(work):
+        if ending := pattern.search(work, max(len(work) - 200, 0)):
             if ending[1].upper() == answer:
                 return work[:ending.start()].strip()
             return work if pattern is ALONE else ""  # a letter alone may be a variable
@@ -271,7 +273,8 @@ def draw_tests(pairs, config):
 
 def split_training(rows, questions, config):
     """Draw num_val rows with different questions -> (training, validation) masks (N,) bool; they share no question."""
-    keys = np.unique(questions, return_inverse=True)[1]
+    numbers = {}
+    keys = np.array([numbers.setdefault(question, len(numbers)) for question in questions], np.int64)
     order = np.random.default_rng([config.data_seed, 0]).permutation(len(rows))
     chosen = order[np.sort(np.unique(keys[order], return_index=True)[1])[:config.num_val]]
     validation = np.isin(np.arange(len(rows)), chosen)

@@ -212,7 +212,7 @@ def continuation(question, choice):
     text to go on with.
     """
     if "_" in question:
-        before, _, after = question.partition("_")
+        before, after = re.split("_+", question, maxsplit=1)
         return before.rstrip() or "\n", " " * (before != before.rstrip()) + choice + after
     return f"Question: {question}\nAnswer:" if question.endswith("?") else question, " " + choice
 
@@ -248,7 +248,7 @@ class Choices:
             yield self.rows.batch(np.arange(start, min(start + batch_size, len(self.rows))), self.pad)
 
     def grade(self, losses, per="byte"):
-        """Which questions are right: is the choice of the lowest loss? losses (R,): mean per labelled token -> (Q,) 0, 1.
+        """Is the choice with the lowest loss the right one? losses (R,), means per labelled token -> (Q,) float32 0, 1.
 
         per: what a choice's total is divided by, its "byte"s (the choices differ in length; the same for every
         tokenizer), its "token"s, or "all" for nothing, the likelihood itself. Of equal ones the first is chosen.
@@ -273,9 +273,10 @@ def load_choices(path, tokenizer):
         for number, line in read_lines(file):
             try:
                 row = json.loads(line)
-                items.append((row["question"].strip(), [choice.strip() for choice in row["choices"]], row["answer"],
-                              os.path.basename(file).split(".")[0]))
-                row["choices"][row["answer"]]
+                choices, right = [choice.strip() for choice in row["choices"]], row["answer"]
+                if right not in range(len(choices)):
+                    raise IndexError(f"answer {right!r}, but {len(choices)} choices")
+                items.append((row["question"].strip(), choices, right, os.path.basename(file).split(".")[0]))
             except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
                 raise ValueError(f"{file}: line {number} cannot be read ({type(error).__name__}: {error}); give a JSON "
                                  "object with question, choices and answer, the right one's index") from None
