@@ -53,7 +53,8 @@ def folder(tmp_path_factory):
     shared = number_rows("old", 3)
     write(path / "mawps.train.jsonl", number_rows("mawps", 10) + shared + shared[:1])
     # the same but for case, spacing and punctuation
-    write(path / "mawps.test.jsonl", number_rows("new", 3) + [shared[0] | {"question": "OLD: Ann has 0 nuts,and gets 1"}])
+    again = shared[0] | {"question": "OLD: Ann has 0 nuts, and gets 1"}
+    write(path / "mawps.test.jsonl", number_rows("new", 3) + [again])
     write(path / "addsub.test.jsonl", number_rows("other", 2) + shared)
     for name in ("multiarith", "singleeq", "svamp"):
         write(path / f"{name}.test.jsonl", number_rows(name, 2))
@@ -173,8 +174,8 @@ def test_solutions_with_another_answer_are_left_out(tmp_path):
     ("pays $204\nCORRECT OPTION:OPTION B", "pays $204"), ("n = 3 ANS:B", "n = 3"), ("= 6\nOption: B", "= 6"),
     ("so 8 ways . answer : b .", "so 8 ways"), ("is 45 . answer : b ) 45", "is 45"), ("= 14=B", "= 14"),
     ("x = 5\nHence (B) is correct answer.", "x = 5"), ("x = 5\nB is the answer", "x = 5"),
-    ("= 5 hours (ANSWER B)", "= 5 hours"), ("n=5\nThus B", "n=5"), ("9 % option b", "9 %"), ("so the answer must be B", ""), ("x is 5", "x is 5"),
-    ("x = 3 C", "x = 3 C"), ("x = 3. The answer is C.", ""), ("see option B: x = 9", "see option B: x = 9")])
+    ("= 5 hours (ANSWER B)", "= 5 hours"), ("n=5\nThus B", "n=5"), ("9 % option b", "9 %"),
+    ("so the answer must be B", ""), ("x is 5", "x is 5"), ("x = 3 C", "x = 3 C"), ("x = 3. The answer is C.", ""), ("see option B: x = 9", "see option B: x = 9")])
 def test_the_naming_of_the_letter_is_cut_off(text, work):
     assert clean_work(text, "B") == work
 
@@ -324,7 +325,8 @@ def test_settings_that_cannot_be_are_one_line(fields, word):
 @pytest.mark.parametrize("text,word", [
     ('{"question": "Q"}', "row 1 cannot be read"), ('{"question": "Q", "answer": "none"}', "neither a number"),
     ('{"question": "Q", "answer": "1"}\n{"answer": "1"}', "row 2 cannot"), ("[1, 2]", "row 1"),
-    ("[{]", "not a JSON array"), ("", "holds no questions"), ("x,y", "row 1"), ('{"question": 5, "answer": "1"}', "row 1")])
+    ("[{]", "not a JSON array"), ("", "holds no questions"), ("x,y", "row 1"),
+    ('{"question": 5, "answer": "1"}', "row 1")])
 def test_files_that_cannot_be_read_are_one_line(tmp_path, text, word):
     (tmp_path / "x.jsonl").write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match=word) as error:
