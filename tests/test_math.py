@@ -175,7 +175,8 @@ def test_solutions_with_another_answer_are_left_out(tmp_path):
     ("so 8 ways . answer : b .", "so 8 ways"), ("is 45 . answer : b ) 45", "is 45"), ("= 14=B", "= 14"),
     ("x = 5\nHence (B) is correct answer.", "x = 5"), ("x = 5\nB is the answer", "x = 5"),
     ("= 5 hours (ANSWER B)", "= 5 hours"), ("n=5\nThus B", "n=5"), ("9 % option b", "9 %"),
-    ("so the answer must be B", ""), ("x is 5", "x is 5"), ("x = 3 C", "x = 3 C"), ("x = 3. The answer is C.", ""), ("see option B: x = 9", "see option B: x = 9")])
+    ("so the answer must be B", ""), ("x is 5", "x is 5"), ("x = 3 C", "x = 3 C"), ("x = 3. The answer is C.", ""),
+    ("see option B: x = 9", "see option B: x = 9")])
 def test_the_naming_of_the_letter_is_cut_off(text, work):
     assert clean_work(text, "B") == work
 
