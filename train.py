@@ -61,6 +61,7 @@ from tqdm import tqdm
 import hrm
 import huginn
 from data import arith, sudoku, text
+from data import math as math_sets
 from data.common import atomic_write
 from data.show import means, print_scores, show_thinking, write_text
 from data.tokenizer import huggingface_tokenizer
@@ -70,7 +71,7 @@ from data.tokenizer import huggingface_tokenizer
 class TrainConfig:
     # what to run
     model: Literal["hrm", "huginn"] = "hrm"  # the method
-    data: Literal["", "sudoku", "arith", "text"] = ""  # the task; empty = the model's first, sudoku or arith
+    data: Literal["", "sudoku", "arith", "text", "math"] = ""  # the task; empty = the model's first, sudoku or arith
     preset: str = ""  # named sizes and recipe of the model; empty = the one for this device
     init_from: str = "scratch"  # scratch, resume (go on with a run), or a run or published checkpoint to start from
     out_dir: str = ""  # folder of the run; empty = out/MODEL-DATA, numbered if that is taken
@@ -118,8 +119,8 @@ class TrainConfig:
 MODELS = {"hrm": (hrm.HRM, hrm.HRMConfig, hrm.PRESETS, hrm.SolveConfig),
           "huginn": (huginn.Huginn, huginn.HuginnConfig, huginn.PRESETS, huginn.GenerateConfig)}
 DATA = {"sudoku": (sudoku.SudokuConfig, sudoku.load), "arith": (arith.ArithConfig, arith.load),
-        "text": (text.TextConfig, text.load)}
-USES = {"hrm": ("sudoku",), "huginn": ("arith", "text")}  # what a model can learn from; the first is the default
+        "text": (text.TextConfig, text.load), "math": (math_sets.MathConfig, math_sets.load)}
+USES = {"hrm": ("sudoku",), "huginn": ("arith", "text", "math")}  # what it can learn from; the first is the default
 ON_CUDA = {"hrm": "paper", "huginn": "small"}  # the largest preset that trains on a 24 GB card; on a CPU the first
 
 # What a preset sets beside the model: fields of TrainConfig and of the data's config.

@@ -600,7 +600,7 @@ def test_a_prompt_is_continued_by_the_newest_run(lm, run):
     fails(run(*SAMPLE, "--temperature", "-1", tiny=False), "temperature -1")
     fails(run(*SAMPLE, "--exit", "often", tiny=False), "often", "kl")
     fails(run("--model", "huginn", "--solve", "1+1=", tiny=False), "--data arith cannot be solved", "--sample")
-    fails(run("--model", "huginn", "--data", "sudoku", tiny=False), "sudoku", "arith, text")
+    fails(run("--model", "huginn", "--data", "sudoku", tiny=False), "sudoku", "arith, text, math")
 
 
 def test_puzzles_cannot_be_sampled(run):
