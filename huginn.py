@@ -31,7 +31,7 @@ At inference (section 5) nothing is retrained for: tokens may stop looping one b
 What is left open is settled as in the released code, whose checkpoints `Huginn.load_pretrained` reads, but for two
 points. A single number as num_steps still backpropagates through the last `mean_backprop_depth` steps, where the
 released code would not at all. And `generate` and `evaluate` draw s_0 per position from a seed rather than per call,
-so that an answer does not depend on what else is in the batch.
+so that a greedy answer does not depend on what else is in the batch.
 """
 
 import json
@@ -63,17 +63,19 @@ class HuginnConfig:
     n_layers_in_coda: int = 2  # blocks that turn the state into a prediction
     rope_base: float = 50000.0  # base of the rotary frequencies
     # recurrence
-    mean_recurrence: int = 32  # mean steps of the core in training is this + 1; the default number elsewhere (paper r)
+    # drawn in training are, on average, this or mean_backprop_depth, whichever is larger, + 1; the default elsewhere
+    mean_recurrence: int = 32  # mean number of steps of the core (paper r)
     mean_backprop_depth: int = 8  # last steps that carry gradient, at most (paper k)
     random_recurrence: bool = True  # draw the steps of each micro-batch; false = always mean_recurrence
     checkpoint_core: bool = False  # recompute every step of the core in the backward pass: less memory, more time
 
     def __post_init__(self):
         for name, value in vars(self).items():
-            if not isinstance(value, bool) and value < (0 if name.startswith("n_layers") else 1):
-                raise ValueError(f"{name} {value}: must be at least 1")
-        if self.n_layers_in_recurrent_block < 1:
-            raise ValueError("n_layers_in_recurrent_block 0: the core needs a layer")
+            if isinstance(value, bool):
+                continue
+            least = 0 if name in ("n_layers_in_prelude", "n_layers_in_coda") else 1
+            if not isinstance(value, int if name != "rope_base" else (int, float)) or not least <= value <= 2**40:
+                raise ValueError(f"{name} {value!r}: give a number from {least} up")
         if self.n_embd % (2 * self.n_head):
             raise ValueError(f"n_embd {self.n_embd} with n_head {self.n_head}: heads must have a whole, even size; "
                              f"make n_embd a multiple of {2 * self.n_head}")
@@ -94,15 +96,14 @@ class GenerateConfig:
     cache_budget: int = -1  # steps whose keys and values are kept; later steps share them in turn; -1 = all
 
     def __post_init__(self):
-        for name, least in dict(num_steps=1, top_k=1, exit_threshold=0, cache_budget=1).items():
-            value = getattr(self, name)
-            if value != -1 and not value >= least:
-                raise ValueError(f"{name} {value}: give {least} or more, or -1 for the default")
-        for name, low, high in (("max_new_tokens", 1, 2**31), ("temperature", 0, 1e9), ("min_steps", 1, 2**31)):
-            if not low <= getattr(self, name) <= high:
-                raise ValueError(f"{name} {getattr(self, name)}: give {low} or more")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p {self.top_p}: give a probability above 0, up to 1")
+        if self.exit not in ("none", *Exit.THRESHOLDS):
+            raise ValueError(f"exit {self.exit!r}: choose none, {', '.join(Exit.THRESHOLDS)}")
+        limits = dict(num_steps=(1, 2**20), top_k=(1, 2**31), exit_threshold=(0, 1e9), cache_budget=(1, 2**20),
+                      max_new_tokens=(1, 2**31), temperature=(0, 1e9), min_steps=(1, 2**20), top_p=(1e-9, 1))
+        for name, (least, most) in limits.items():
+            off = getattr(self, name) == -1 and name in ("num_steps", "top_k", "exit_threshold", "cache_budget")
+            if not (off or least <= getattr(self, name) <= most):  # nan too
+                raise ValueError(f"{name} {getattr(self, name)}: give {least} to {most:g}")
 
 
 # ---- blocks
@@ -255,7 +256,7 @@ class KVCache:
 class Exit:
     """Has a row's loop settled? Compared after every step, over the tokens of a forward pass (section 5.1).
 
-    kl: KL divergence of the last token's predictions, the previous step's weighing; before the first, the uniform one.
+    kl: KL(previous || present) of the last token's predictions; before the first step they are uniform.
     latent: |s - s_prev| / |s|, the mean over the row's tokens. argmax: steps in a row with the same likeliest token.
     """
 
@@ -299,8 +300,8 @@ def sample(logits, temperature, top_k=-1, top_p=1.0, generator=None):
     """logits (B, V) -> the next token (B,) int64, among the top_k likeliest, within the top_p likeliest; 0 = greedy."""
     if temperature == 0:
         return logits.argmax(dim=-1)
-    ordered, ids = (logits.float() / temperature).sort(dim=-1, descending=True)
-    p = ordered.softmax(dim=-1)
+    ordered, ids = logits.float().sort(dim=-1, descending=True)
+    p = ((ordered - ordered[:, :1]) / max(temperature, 1e-30)).softmax(dim=-1)  # the largest is 0: nothing overflows
     p = p.masked_fill(p.cumsum(dim=-1) - p >= top_p, 0.0)  # the likeliest always stays
     if top_k != -1:
         p[:, top_k:] = 0.0
@@ -349,8 +350,9 @@ class Huginn(nn.Module):
     def read(self, tokens, rotary, cache=None):
         """tokens (B, T) -> e (B, T, C)"""
         x = math.sqrt(self.config.n_embd) * self.wte(tokens)
-        if torch.is_autocast_enabled(x.device.type):  # the state too is in the dtype that autocast computes in
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        kind = x.device.type
+        if kind != "meta" and torch.is_autocast_enabled(kind):  # the state too is in the dtype that autocast takes
+            x = x.to(torch.get_autocast_dtype(kind))
         for layer, block in enumerate(self.prelude):
             x = block(x, rotary, cache, layer)
         return x
@@ -444,7 +446,10 @@ class Huginn(nn.Module):
             if self.training and c.random_recurrence:
                 return self.sample_num_steps()
             num_steps = c.mean_recurrence
-        if isinstance(num_steps, int):
+        if not isinstance(num_steps, tuple):
+            if num_steps < 1:
+                raise ValueError(f"num_steps {num_steps}: give 1 or more, or a pair (without, with) gradient")
+            num_steps = int(num_steps)
             num_steps = (max(num_steps - c.mean_backprop_depth, 0), min(num_steps, c.mean_backprop_depth))
         return num_steps
 
@@ -532,7 +537,8 @@ class Huginn(nn.Module):
         row.
         Yields (next ids (B,) int64, steps of the core that each took (B,)), on the CPU, until every row has met a stop
         id, max_new_tokens or block_size; a row that has ended is -1 from then on. Raises ValueError for prompts that
-        are empty, longer than block_size or outside of the vocabulary, and for stop ids outside of it.
+        are empty, not shorter than block_size or outside of the vocabulary, and for stop ids outside of it. With a
+        temperature all rows draw from one generator.
         """
         o, device = GenerateConfig(**options), self.wte.weight.device
         lengths, tokens = self._padded(prompts, stop)
@@ -542,7 +548,8 @@ class Huginn(nn.Module):
         noise, generator = self.noise_table(most, seed), torch.Generator(device).manual_seed(seed)
         positions = torch.arange(tokens.shape[1], device=device).expand(tokens.shape)  # (B, T)
         s, is_token = noise[positions], positions < lengths[:, None]
-        ended, stop = torch.zeros_like(lengths, dtype=torch.bool), torch.tensor(list(stop), device=device)
+        ended = torch.zeros_like(lengths, dtype=torch.bool)
+        stop = torch.tensor(list(stop), dtype=torch.long, device=device)
         for i in range(o.max_new_tokens):
             # the prompt is read with all steps: that its last prediction has settled says little of what later tokens
             # will look up in it
@@ -575,8 +582,8 @@ class Huginn(nn.Module):
             if not len(row):
                 raise ValueError("an empty prompt: give at least one token")
             if len(row) >= most:
-                raise ValueError(f"a prompt of {len(row)} tokens: this model reads at most {most} (block_size), so "
-                                 f"give up to {most - 1}")
+                raise ValueError(f"a prompt of {len(row)} tokens: this model has room for {most} (block_size), one of "
+                                 f"them new; give up to {most - 1}")
             if row.min() < 0 or row.max() >= V:
                 raise ValueError(f"token {int(row.max() if row.max() >= V else row.min())} in a prompt: this model has "
                                  f"the tokens 0 to {V - 1}; use the tokenizer it was trained with")
@@ -638,7 +645,7 @@ class Huginn(nn.Module):
 
     @classmethod
     def load_pretrained(cls, path, dtype=torch.float32, **overrides):
-        """The model of a Hugging Face copy of huginn-0125, or of a checkpoint of train.py's.
+        """The model of a Hugging Face copy of huginn-0125, or of a checkpoint of train.py's, in evaluation mode.
 
         path: a folder with config.json and .safetensors files, one or many, or a checkpoint file. dtype: of the
         weights. overrides: HuginnConfig fields. The embedding may be stored once or twice; the rotary table is ignored,
@@ -656,7 +663,7 @@ class Huginn(nn.Module):
         for name in state:
             state[name] = state[name].to(dtype)  # one at a time: never two copies of the whole
         model.load_state_dict(state, assign=True)
-        return model
+        return model.eval()
 
 
 # ---- reading checkpoints
@@ -703,6 +710,8 @@ def _folder_config(folder):
     try:
         with open(path, encoding="utf-8") as file:
             theirs = json.load(file)
+        if not isinstance(theirs, dict):
+            raise ValueError(f"holds a {type(theirs).__name__}")
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: not a readable config ({error}); give a folder with config.json and .safetensors "
                          "files") from None
@@ -724,8 +733,13 @@ def _folder_state(folder):
     except ImportError:
         raise ValueError(f"{folder}: reading .safetensors files needs a package; pip install safetensors") from None
     files = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
-    if not files:
-        raise ValueError(f"{folder}: holds no .safetensors file; download the whole checkpoint")
+    index, wanted = os.path.join(folder, "model.safetensors.index.json"), ["*.safetensors"]
+    if os.path.exists(index):
+        with open(index, encoding="utf-8") as file:
+            wanted = sorted(set(json.load(file).get("weight_map", {}).values()))
+    missing = [name for name in wanted if name not in files] if files else wanted
+    if missing and (not files or os.path.exists(index)):
+        raise ValueError(f"{folder}: holds no {missing[0]}; download the whole checkpoint")
     state = {}
     for name in files:
         path = os.path.join(folder, name)

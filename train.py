@@ -114,6 +114,9 @@ class TrainConfig:
         for name in or_off:
             if not (getattr(self, name) == -1 or 0 <= getattr(self, name) <= 2**40):
                 raise ValueError(f"--{name} {getattr(self, name)}: give 0 or more, or -1 for none")
+        if self.batch_size % self.grad_accum:
+            raise ValueError(f"--grad_accum {self.grad_accum}: does not divide --batch_size {self.batch_size}; give a "
+                             "divisor of it")
 
 
 MODELS = {"hrm": (hrm.HRM, hrm.HRMConfig, hrm.PRESETS, hrm.SolveConfig),
@@ -136,6 +139,8 @@ RECIPES = {
     ("huginn", "paper"): dict(lr=4e-4, warmup_steps=4096, batch_size=4096, grad_accum=4096, grad_clip=1.0,
                               eval_batch_size=1, checkpoint_core=True, depths="1,4,8,16,32,64"),
 }
+TUNING = dict(batch_size=16, grad_accum=16, lr=1e-5, warmup_steps=50, max_steps=1000, decay_steps=1000,
+              eval_batch_size=16)  # of a language model from a Hugging Face folder
 # fields that belong to one call and are not taken from a checkpoint
 OF_THIS_CALL = ("init_from", "out_dir", "eval_only", "solve", "sample", "stop", "device")
 LOG_EVERY = 10  # steps between looks at the metrics: each look waits for the device
@@ -150,6 +155,8 @@ def user_errors():
     """ValueErrors of the model and data modules are mistakes of the user's; so are folders that cannot be written."""
     try:
         yield
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError) as error:
         raise UserError(str(error)) from None
 
@@ -220,7 +227,9 @@ def parse(argv):
     if preset not in presets:
         raise UserError(f"--preset {preset}: {known.model} has {', '.join(presets)}; choose one of these")
     defaults = asdict(presets[preset]) | RECIPES.get((known.model, preset), {})
-    defaults |= {"preset": preset, "data": known.data}
+    defaults |= {"preset": preset, "model": known.model, "data": known.data}
+    if path and os.path.isdir(path):  # published weights of this size are tuned, not trained as they were
+        defaults |= TUNING
     if path:
         with user_errors():
             defaults |= model_class.pretrained_config(path)
@@ -245,8 +254,8 @@ def parse_depths(text):
         depths = sorted({int(depth) for depth in text.split(",")})
     except ValueError:
         depths = [0]
-    if depths[0] < 1:
-        raise UserError(f"--depths {text}: give whole numbers from 1 up, separated by commas, as in 1,2,4,8,16")
+    if depths[0] < 1 or depths[-1] > 10_000:
+        raise UserError(f"--depths {text}: give whole numbers from 1 to 10000, separated by commas, as in 1,2,4,8,16")
     return depths
 
 
@@ -266,7 +275,8 @@ def checkpoint_path(known):
         runs = glob.glob(os.path.join("out", f"{known.model}-{known.data}*", "last.pt"))
         if not runs:
             what = known.model + (f" on {known.data}" if known.data else "")
-            raise UserError(f"no run of {what} under out; train one, or name a checkpoint with --init_from")
+            raise UserError(f"no run of {what} under out; train one, name a checkpoint with --init_from, or another "
+                            f"model with --model {'|'.join(MODELS)}")
         folder = os.path.dirname(max(runs, key=os.path.getmtime))
     for name in ("best.pt", "last.pt") if reads else ("last.pt",):
         if os.path.exists(os.path.join(folder, name)):
@@ -761,8 +771,9 @@ def run(argv):
     print("\n".join(data.summary()))
     for split in ("test",) if c.eval_only else ("train", "val", "test"):
         if not len(getattr(data, split)):
-            raise UserError(f"the {split} split is empty; ask for at least one example with --num_{split}")
+            raise UserError(f"the {split} split is empty, but it is needed; see --num_{split}, or --{split}_fraction")
     check_longest(configs[1], data)
+    use_options(c, use, data)  # an unknown --stop is told before the work
     if c.eval_only:
         scores = evaluate(model, data, "test", c, use, machine, parse_depths(c.depths))
         return print_scores("test split", scores, getattr(data.test, "source", None))
@@ -818,6 +829,7 @@ def main(argv=None):
         return 0
     try:
         run(argv)
+        sys.stdout.flush()
         return 0
     except UserError as error:
         message = str(error)
@@ -828,6 +840,9 @@ def main(argv=None):
                    "(4, 8)")
     except KeyboardInterrupt:
         message = "interrupted"
+    except BrokenPipeError:  # `| head`: whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     print(f"train.py: error: {message}", file=sys.stderr)
     return 2
 

@@ -58,7 +58,7 @@ OTHER_SENTENCES = [
 
 @dataclass
 class ArithConfig:
-    digits: int = 5  # digits of a number in a question; in training the first is 0
+    digits: int = 5  # digits of a number in a question; in training the leading one is 0
     num_train: int = 200000  # examples to train on
     num_val: int = 500  # examples to validate on
     num_test: int = 1800  # examples to test on; a ninth for each of the six trained and three new families
@@ -157,11 +157,14 @@ def load(config, prepare=True, saved=None):
     if not os.path.exists(path):
         print(f"preparing arithmetic ({config.num_train:,} examples to train on) -> {path}", flush=True)
         splits = build(config, tokenizer)
-        arrays = {f"{name}_{key}": value for name, rows in splits.items() for key, value in vars(rows).items()}
+        arrays = {f"{name}_{field}": value for name, rows in splits.items() for field, value in vars(rows).items()}
         with atomic_write(path) as file:
             np.savez(file, **arrays)
-    with np.load(path, allow_pickle=False) as stored:
-        splits = {name: Rows(*(stored[f"{name}_{field.name}"] for field in dataclasses.fields(Rows)))
-                  for name in ("train", "val", "test")}
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            splits = {name: Rows(*(stored[f"{name}_{field.name}"] for field in dataclasses.fields(Rows)))
+                      for name in ("train", "val", "test")}
+    except Exception as error:  # damaged bytes break the reader in any way
+        raise ValueError(f"{path} is damaged ({type(error).__name__}); delete it, and it is prepared again") from None
     note = f"arithmetic, numbers of {config.digits} digits, seed {config.data_seed}"
     return PromptData("arith", tokenizer, notes=[note], **splits)

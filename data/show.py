@@ -87,9 +87,10 @@ def write_text(model, tokenizer, prompt, options, autocast):
                 break
             ids.append(int(token))
             text = tokenizer.decode(ids, strict=False)
-            if not text.endswith("\ufffd"):  # else the character may not be whole yet
-                print(_printable(text[len(shown):]), end="", flush=True)
-                shown = text
+            whole = text[:-3] + text[-3:].rstrip("\ufffd")  # a character whose bytes are not all there yet must wait
+            print(_printable(whole[len(shown):]), end="", flush=True)
+            shown = whole if len(whole) > len(shown) else shown
+        print(_printable(tokenizer.decode(ids, strict=False)[len(shown):]), end="")
     return np.array(steps)
 
 

@@ -56,9 +56,11 @@ def validate(config):
     """ValueError, one line, for settings that cannot be."""
     if not config.data_file:
         raise ValueError("no text to train on: name a file or a folder with --data_file")
+    if os.path.exists(config.data_file) and not (os.path.isfile(config.data_file) or os.path.isdir(config.data_file)):
+        raise ValueError(f"data_file {config.data_file} is neither a file nor a folder: name a UTF-8 text file")
     if not os.path.exists(config.data_file):
         raise ValueError(f"data_file {config.data_file} does not exist: name a UTF-8 text file or a folder of them")
-    for name, smallest in (("block_size", 1), ("data_seed", 0)):
+    for name, smallest in (("block_size", 2), ("data_seed", 0)):
         if getattr(config, name) < smallest:
             raise ValueError(f"{name} {getattr(config, name)} is too small: give {smallest} or more")
     for name in ("val_fraction", "test_fraction"):
@@ -362,4 +364,4 @@ class TextData:
             while self.tokenizer.eot in row:
                 row = row[row.index(self.tokenizer.eot) + 1:]
             prompts.append(self.tokenizer.decode(row).strip("\ufffd"))
-        return prompts
+        return [prompt for prompt in prompts if prompt]

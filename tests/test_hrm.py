@@ -853,7 +853,7 @@ def test_low_precision_segments_stay_close_to_float32_and_give_float32_gradients
         batch = random_batch()
         loss, _, _ = model.step(batch)
         want = gradients(model, loss)
-        for dtype, close in ((torch.bfloat16, 0.1), (torch.float16, 0.02)):
+        for dtype, close in ((torch.bfloat16, 0.1), (torch.float16, 0.03)):
             with torch.autocast("cpu", dtype):
                 low, _, carry = model.step(batch)
                 again, _, carry_2 = model.step(batch, random_carry(model, batch, [1] * 4, [False] * 4))  # float32 carry
