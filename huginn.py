@@ -733,12 +733,12 @@ def _folder_state(folder):
     except ImportError:
         raise ValueError(f"{folder}: reading .safetensors files needs a package; pip install safetensors") from None
     files = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
-    index, wanted = os.path.join(folder, "model.safetensors.index.json"), ["*.safetensors"]
+    index, wanted = os.path.join(folder, "model.safetensors.index.json"), set()
     if os.path.exists(index):
         with open(index, encoding="utf-8") as file:
-            wanted = sorted(set(json.load(file).get("weight_map", {}).values()))
-    missing = [name for name in wanted if name not in files] if files else wanted
-    if missing and (not files or os.path.exists(index)):
+            wanted = set(json.load(file).get("weight_map", {}).values())
+    missing = sorted(wanted - set(files)) if files else ["*.safetensors"]
+    if missing:
         raise ValueError(f"{folder}: holds no {missing[0]}; download the whole checkpoint")
     state = {}
     for name in files:

@@ -327,6 +327,8 @@ def test_only_the_last_steps_carry_gradient():
 
 def test_an_int_is_split_and_training_draws_anew_each_time():
     model = tiny()
+    with pytest.raises(ValueError, match="num_steps 0"):
+        model.split_steps(0)
     assert model.split_steps(7) == (5, 2) and model.split_steps(1) == (0, 1) and model.split_steps() == (2, 2)
     model.train()
     torch.manual_seed(0)
@@ -530,14 +532,16 @@ def test_sampling_is_seeded_and_keeps_to_top_k_and_top_p():
     assert set(sample(logits, 1.0, top_p=0.01, generator=generator).tolist()) == {0}
     cold = torch.bincount(sample(logits, 0.5, generator=generator), minlength=4) / 4000
     assert cold[0] == pytest.approx(0.16 / 0.30, abs=0.03)
-    assert set(sample(logits, 0.0).tolist()) == {0}
+    assert set(sample(logits, 0.0).tolist()) == set(sample(logits, 1e-40, generator=generator).tolist()) == {0}
 
 
 @pytest.mark.parametrize("prompts,options,words", [
     ([[]], {}, ["empty prompt"]), ([[1], []], {}, ["empty prompt"]), ([[1] * 64], {}, ["64 tokens", "block_size"]),
     ([[50]], {}, ["token 50", "0 to 49"]), ([[-1]], {}, ["token -1"]), ([[1]], dict(stop=[50]), ["stop token 50"]),
     ([[1]], dict(temperature=-1.0), ["temperature -1"]), ([[1]], dict(top_p=0.0), ["top_p 0"]),
-    ([[1]], dict(num_steps=0), ["num_steps 0"]), ([[1]], dict(top_p=float("nan")), ["top_p nan"])])
+    ([[1]], dict(num_steps=0), ["num_steps 0"]), ([[1]], dict(num_steps=10**20), ["num_steps", "1"]),
+    ([[1]], dict(exit="often"), ["often", "kl, latent, argmax"]), ([[1]], dict(temperature=float("inf")), ["inf"]),
+    ([[1]], dict(top_p=float("nan")), ["top_p nan"])])
 def test_mistakes_are_one_line(prompts, options, words):
     with pytest.raises(ValueError) as error:
         tiny().generate(prompts, 5, **options)
@@ -636,9 +640,18 @@ def test_files_that_are_no_huginn_are_one_line(tmp_path):
     (folder / "model-0.safetensors").write_bytes(b"x" * 100)
     fails(folder, "not a readable safetensors")
     (folder / "model-0.safetensors").unlink()
-    fails(folder, "no .safetensors")
+    fails(folder, "holds no *.safetensors")
+    save_file({"transformer.wte.weight": torch.zeros(50, 32)}, folder / "model-0.safetensors")
+    shards = {"weight_map": {"a": "model-0.safetensors", "b": "model-1.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(shards))
+    fails(folder, "holds no model-1.safetensors")
+    (folder / "model.safetensors.index.json").unlink()
     (folder / "config.json").write_text('{"n_embd": 32}')
     fails(folder, "n_head")
+    wrong = '{"n_embd": [32], "n_heads": 2, "n_layers_in_recurrent_block": 1}'
+    for text, word in (("[]", "list"), (wrong, "n_embd [32]")):
+        (folder / "config.json").write_text(text)
+        fails(folder, word)
     (folder / "config.json").write_text("[")
     fails(folder, "config.json")
     (tmp_path / "x.pt").write_bytes(b"hello")

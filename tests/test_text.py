@@ -647,3 +647,11 @@ def test_every_file_is_opened_with_an_encoding(tmp_path, trained, locale):
     command = [sys.executable, "-W", "error::EncodingWarning", "-c", code, path, str(tmp_path / "cache"), folder]
     run = subprocess.run(command, env=environment, capture_output=True, encoding="utf-8")
     assert run.returncode == 0 and run.stdout.count("test: ") == 3, run.stderr
+
+
+def test_rows_that_hold_the_end_of_a_text_alone_give_no_prompt(tmp_path):
+    for i in range(40):
+        (tmp_path / f"{i:02}.txt").write_text("x" * 7, encoding="utf-8")
+    small = TextConfig(data_file=str(tmp_path), block_size=32, val_fraction=0.3, test_fraction=0.3,
+                        data_dir=str(tmp_path / "cache"))
+    assert all(load(small).examples("test", 5))

@@ -3,6 +3,7 @@
     python -m pytest tests/test_train.py -q
 """
 
+import contextlib
 import json
 import os
 import pickle
@@ -22,7 +23,8 @@ import torch
 import huginn
 import train
 from data import sudoku
-from data.tokenizer import huggingface_tokenizer
+from data.show import write_text
+from data.tokenizer import byte_tokenizer, huggingface_tokenizer
 from hrm import HRM, PRESETS
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -559,8 +561,8 @@ def test_40_steps_of_huginn_equal_20_and_a_resume_to_the_last_bit(lm, run, flags
 def test_a_language_model_tells_answers_by_family_and_shows_samples(lm):
     code, out, _ = lm("--max_steps", 20)
     assert code == 0
-    for words in ("huginn on arith, preset nano", "256 prompts", "sha256", "exact_accuracy at depth", "sum5 (2)",
-                  "wording (2)", "steps each", "cache"):
+    for words in ("huginn on arith, preset nano", "256 prompts", "sha256", "exact_accuracy at depth", "sum6 (2)",
+                  "wording (1)", "steps each", "cache"):
         assert words in out, words
     assert re.search(r"^step 20 \| .* \| val exact_accuracy [\d.]+ \| val loss [\d.]+", out, re.MULTILINE)
     steps = [line for line in log("out/huginn-arith") if "loss" in line]
@@ -601,6 +603,37 @@ def test_a_prompt_is_continued_by_the_newest_run(lm, run):
     fails(run(*SAMPLE, "--exit", "often", tiny=False), "often", "kl")
     fails(run("--model", "huginn", "--solve", "1+1=", tiny=False), "--data arith cannot be solved", "--sample")
     fails(run("--model", "huginn", "--data", "sudoku", tiny=False), "sudoku", "arith, text, math")
+
+
+def test_mistakes_are_told_before_the_work(lm, run, cache):
+    fails(lm("--grad_accum", 3, "--max_steps", 1), "--grad_accum 3", "--batch_size 8")
+    fails(lm("--stop", "<|end|>", "--max_steps", 1), "--stop <|end|>")
+    fails(lm("--depths", "1,99999999", "--max_steps", 1), "1,99999999", "10000")
+    assert not os.path.exists("out"), "and leave nothing behind"
+    assert lm("--max_steps", 1)[0] == 0
+    path = max(cache.glob("arith-*.npz"), key=os.path.getatime)
+    path.write_bytes(path.read_bytes()[:100])
+    fails(lm("--max_steps", 1), path, "damaged", "delete it")
+    path.unlink()
+
+
+def test_a_sample_shows_every_byte(capsys):
+    """Bytes that are no text are marked, and what may become a character is only held back until it is one."""
+    class Model:
+        def stream(self, prompts, **options):
+            for token in [0xC3, 0xA9, 65, 0xFF, 0xFF, 0xFF, 0xFF, 66, 0xE2, 0x82, 10]:
+                yield torch.tensor([token]), torch.tensor([3])
+
+    steps = write_text(Model(), byte_tokenizer(), "p", {"stop": []}, contextlib.nullcontext)
+    assert capsys.readouterr().out == "p\u00e9A\ufffd\ufffd\ufffd\ufffdB\ufffd\n\n" and steps.tolist() == [3] * 11
+
+
+def test_a_reader_that_stops_is_no_error(tmp_path, lm):
+    assert lm("--max_steps", 1)[0] == 0
+    command = [sys.executable, os.path.join(ROOT, "train.py"), "--model", "huginn", "--sample", "012+034="]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert process.wait(60) == 0 and process.stderr.read() == b""
 
 
 def test_puzzles_cannot_be_sampled(run):
