@@ -204,6 +204,7 @@ class KVCache:
     A token's entries lie at its position, whatever the row's length, so rows of different lengths need no padding at
     the left and no shifting. With a `budget`, step i uses the slots of step i mod budget: a token then sees, of each
     earlier token, the last step that wrote there. Memory: 2 * slots * B * max_length * C numbers (`nbytes`).
+    No gradient flows through it. `model.new_cache` makes one in the dtype that the model computes in.
     """
 
     def __init__(self, config, batch_size, max_length, num_steps, budget=-1, dtype=torch.float32, device="cpu"):
@@ -236,7 +237,7 @@ class KVCache:
     def update(self, slot, k, v):
         """Store k, v (B, nh, T, hd) of the announced tokens -> all so far (B, nh, S, hd) each, and the mask."""
         for store, new in ((self.k[slot], k), (self.v[slot], v)):
-            new = new.transpose(1, 2)  # (B, T, nh, hd), as what is indexed below
+            new = new.detach().transpose(1, 2)  # (B, T, nh, hd), as what is indexed below
             if self.active is not None:
                 new = torch.where(self.active[:, None, None, None], new, store[self.rows, :, self.positions])
             store[self.rows, :, self.positions] = new
@@ -578,6 +579,8 @@ class Huginn(nn.Module):
         """Prompts as in stream -> lengths (B,), tokens (B, T) padded at the right."""
         V, most = self.config.vocab_size, self.config.block_size
         rows = [torch.as_tensor(prompt, dtype=torch.long, device=self.wte.weight.device) for prompt in prompts]
+        if not rows or any(row.ndim != 1 for row in rows):
+            raise ValueError("prompts must be a list of lists of token ids, one for each text, as in [[72, 105]]")
         for row in rows:
             if not len(row):
                 raise ValueError("an empty prompt: give at least one token")

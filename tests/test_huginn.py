@@ -536,7 +536,8 @@ def test_sampling_is_seeded_and_keeps_to_top_k_and_top_p():
 
 
 @pytest.mark.parametrize("prompts,options,words", [
-    ([[]], {}, ["empty prompt"]), ([[1], []], {}, ["empty prompt"]), ([[1] * 64], {}, ["64 tokens", "block_size"]),
+    ([[]], {}, ["empty prompt"]), ([], {}, ["list of lists"]), ([7, 8], {}, ["list of lists"]),
+    ([[1], []], {}, ["empty prompt"]), ([[1] * 64], {}, ["64 tokens", "block_size"]),
     ([[50]], {}, ["token 50", "0 to 49"]), ([[-1]], {}, ["token -1"]), ([[1]], dict(stop=[50]), ["stop token 50"]),
     ([[1]], dict(temperature=-1.0), ["temperature -1"]), ([[1]], dict(top_p=0.0), ["top_p 0"]),
     ([[1]], dict(num_steps=0), ["num_steps 0"]), ([[1]], dict(num_steps=10**20), ["num_steps", "1"]),
