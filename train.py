@@ -737,7 +737,6 @@ def run(argv):
             raise UserError(f"--{flag} is empty; give a puzzle, or a file of them" if flag == "solve" else
                             "--sample is empty; give the beginning of a text")
     configs = [c, model_config, use, data_config]
-    Model, load = MODELS[c.model][0], DATA[c.data][1]
     device = pick_device(c.device)
     machine = Machine(device, *pick_dtype(c.dtype, device))
     parse_depths(c.depths)
@@ -748,17 +747,7 @@ def run(argv):
     random.seed(c.seed)
     np.random.seed(c.seed)
 
-    with user_errors():
-        data = load(data_config, prepare=not (c.solve or c.sample), saved=saved_data(path))
-        if bool(data.tokenizer) == bool(c.solve) and (c.solve or c.sample):
-            raise UserError(f"--data {c.data} cannot be {'solved' if c.solve else 'sampled'}; use "
-                            f"--{'sample PROMPT' if c.solve else 'solve PUZZLE'}")
-        if path:
-            check_fit(model_config, data, path)
-            model = Model.load_pretrained(path, **asdict(model_config))
-        else:
-            configs[1] = dataclasses.replace(model_config, **data.model_args)
-            model = Model(configs[1])
+    data, model = build(configs, path)
     model.to(device)
     count = sum(p.numel() for p in model.parameters())
     print(f"{c.model} on {c.data}, preset {c.preset}, {count:,} parameters | {device} in {machine.reason} | "
@@ -792,6 +781,22 @@ def run(argv):
         trainer.report()
     except KeyboardInterrupt:
         print(f"stopped in the final evaluation; the run is saved, score it with --eval_only --out_dir {folder}")
+
+
+def build(configs, path):
+    """Data and model of a call, the model from `path` if there is one; fills what the data knows into configs[1]."""
+    c, model_config, _, data_config = configs
+    Model, load = MODELS[c.model][0], DATA[c.data][1]
+    with user_errors():
+        data = load(data_config, prepare=not (c.solve or c.sample), saved=saved_data(path))
+        if bool(data.tokenizer) == bool(c.solve) and (c.solve or c.sample):
+            raise UserError(f"--data {c.data} cannot be {'solved' if c.solve else 'sampled'}; use "
+                            f"--{'sample PROMPT' if c.solve else 'solve PUZZLE'}")
+        if path:
+            check_fit(model_config, data, path)
+            return data, Model.load_pretrained(path, **asdict(model_config))
+        configs[1] = dataclasses.replace(model_config, **data.model_args)
+        return data, Model(configs[1])
 
 
 def saved_data(path):
