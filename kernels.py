@@ -190,7 +190,7 @@ def lora_tile(small, width, dtype, roomy):
     elif WIDTH == 64:
         sizes = dict(BM=128, BN=256, BK=64, num_warps=8) if roomy else dict(BM=128, BN=128, BK=32, num_warps=8)
     else:
-        sizes = dict(BM=128, BN=128, BK=64, num_warps=8) if roomy else dict(BM=64, BN=128, BK=32, num_warps=8)
+        sizes = dict(BM=128, BN=128, BK=64, num_warps=8) if roomy else dict(BM=64, BN=64, BK=32, num_warps=8)
     return dict(sizes, WIDTH=WIDTH, GROUP=8, DESCRIPTORS=roomy, num_stages=stages)
 
 
@@ -224,6 +224,11 @@ def device_facts(device):
     return facts.multi_processor_count, room and torch.version.hip is None
 
 
+def copy_engine(device):
+    """Whether descriptors come from the host: compute capability 9.0 and up."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
+
+
 def aligned(t):
     """A matrix as descriptors read it, last stride 1 and rows on 16-byte boundaries: itself, or a padded copy."""
     step = 16 // t.element_size()
@@ -240,13 +245,14 @@ def lora_triton(x, W, A, B, branch, scale):
     processors, roomy = device_facts(x.device)
     small = 2 * -(-M // 128) * -(-N // 256) < processors or M <= 64  # large blocks would leave half of them idle
     tile = lora_tile(small, branches * rank, x.dtype, roomy)
+    tile["DESCRIPTORS"] |= copy_engine(x.device)  # made in the kernel, they would need scratch memory there
     slots = lora_slots(M, N, tile, processors)
     by_k = W.stride(1) != 1 and W.stride(0) == 1  # a transposed view, as in the backward, is read as it lies
     y = x.new_empty(M, -(-N * x.element_size() // 16) * 16 // x.element_size())[:, :N]
     B = B.mT if branches == 1 else B.mT.where(used_branches(branch, branches)[:, None, None], 0)
     matrices = [aligned(t) for t in (x, W.mT if by_k else W, A.flatten(0, 1), B.flatten(0, 1))] + [y]
     strides = [t.stride(0) for t in matrices]
-    if roomy:
+    if tile["DESCRIPTORS"]:
         BM, BN, BK, WIDTH = (tile[name] for name in ("BM", "BN", "BK", "WIDTH"))
         shapes = [BM, BK], [BK, BN] if by_k else [BN, BK], [WIDTH, BK], [WIDTH, BN], [BM, BN]
         matrices = [TensorDescriptor.from_tensor(t, shape) for t, shape in zip(matrices, shapes)]
@@ -254,12 +260,13 @@ def lora_triton(x, W, A, B, branch, scale):
     with torch.cuda.device_of(x):
         lora_kernel[(-(-M // tile["BM"]) * slots,)](
             *matrices, branch.contiguous(), scale, M, N, K, branches * rank, rank, M // len(branch), slots, *strides,
-            W_BY_K=by_k, PRECISION=fp32_precision(), **tile)
+            W_BY_K=by_k, PRECISION=fp32_precision() if x.dtype == torch.float32 else "ieee", **tile)
     return y.contiguous()
 
 
 def check_branch(branch, branches):
     """ValueError for an index out of range; looks at the numbers, so a GPU is waited for."""
+    branch = branch.long()  # in int8 200 branches would wrap around
     bad = branch[(branch < 0) | (branch >= branches)]
     if bad.numel():
         raise ValueError(f"lora_linear: branch {int(bad[0])} with {branches} branches: accepted are 0..{branches - 1}; "
@@ -328,10 +335,15 @@ def check_lora(x, W, A, B, branch):
             tuple(B.shape) != (A.shape[0], W.shape[0], A.shape[1]) or 0 in A.shape[:2]:
         raise ValueError(f"lora_linear: {shapes}: must be (..., K), (N, K), (branches, rank, K), (branches, N, rank); "
                          "give a single adapter a first axis of 1")
+    if len({x.device, W.device, A.device, B.device}) > 1:
+        raise ValueError(f"lora_linear: x on {x.device}, W on {W.device}, A on {A.device}, B on {B.device}: must be on "
+                         "one device; move them")
     if branch is None:
         if len(A) > 1:
             raise ValueError(f"lora_linear: branch None with {len(A)} branches: give an integer per row of x")
         return
+    if not isinstance(branch, Tensor):
+        raise ValueError(f"lora_linear: branch is a {type(branch).__name__}: must be a tensor of integers")
     if branch.dtype not in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64):
         raise ValueError(f"lora_linear: branch of dtype {branch.dtype}: must be integers; convert with .long()")
     if branch.shape != x.shape[:branch.ndim] or branch.ndim >= x.ndim or branch.device != x.device:
@@ -356,8 +368,11 @@ def lora_linear(x, W, A, B, scale, branch=None, check=False):
     CPU; on a GPU too with check=True, which waits for the device, else that row is NaN.
     """
     check_lora(x, W, A, B, branch)
+    if isinstance(scale, Tensor):
+        raise ValueError("lora_linear: scale is a tensor, which would get no gradient; give a number, alpha / rank")
+    floating = x.is_floating_point()  # before autocast makes it so
     x, W, A, B = autocast(x, W, A, B)
-    if x.dtype != W.dtype or not x.is_floating_point():
+    if x.dtype != W.dtype or not floating:
         raise ValueError(f"lora_linear: x {x.dtype} with W {W.dtype}: must be one floating dtype; cast one of them, or "
                          "run under torch.autocast")
     if branch is None:
@@ -373,7 +388,8 @@ def merge_lora(W, A_j, B_j, scale):
         raise ValueError(f"merge_lora: W {tuple(W.shape)}, A_j {tuple(A_j.shape)}, B_j {tuple(B_j.shape)}: must be "
                          "(N, K), (rank, K), (N, rank); choose one branch first, A[j] and B[j]")
     wide = torch.promote_types(W.dtype, torch.float32)
-    return (W.to(wide) + scale * (B_j.to(wide) @ A_j.to(wide))).to(W.dtype)
+    with torch.autocast(W.device.type, enabled=False):
+        return (W.to(wide) + scale * (B_j.to(wide) @ A_j.to(wide))).to(W.dtype)
 
 
 # ---- pack: rows[i] = x[the i-th selected token]; backward: dx = d_rows there, 0 elsewhere
@@ -502,7 +518,7 @@ def unpack_reference(x_v, x_d, p, beta, slot):
     wide = torch.promote_types(x_v.dtype, torch.float32)
     w = (beta.to(wide) * p[flat].to(wide))[:, None]  # (k, 1)
     fused = w * x_d.to(wide) + (1 - w) * x_v[flat].to(wide)
-    return x_v.clone().index_copy_(0, flat, fused.to(x_v.dtype))
+    return x_v.clone(memory_format=torch.contiguous_format).index_copy_(0, flat, fused.to(x_v.dtype))
 
 
 def unpack_grads_reference(g, x_v, x_d, p, beta, slot):
@@ -510,7 +526,7 @@ def unpack_grads_reference(g, x_v, x_d, p, beta, slot):
     flat = (slot >= 0).nonzero().squeeze(1)  # (k,)
     wide = torch.promote_types(x_v.dtype, torch.float32)
     w, gs = (beta.to(wide) * p[flat].to(wide))[:, None], g[flat].to(wide)  # (k, 1), (k, C)
-    d_x_v = g.clone().index_copy_(0, flat, ((1 - w) * gs).to(g.dtype))
+    d_x_v = g.clone(memory_format=torch.contiguous_format).index_copy_(0, flat, ((1 - w) * gs).to(g.dtype))
     d_w = torch.zeros(len(p), dtype=wide, device=p.device)
     d_w.index_copy_(0, flat, (gs * (x_d.to(wide) - x_v[flat].to(wide))).sum(dim=1))
     return d_x_v, (w * gs).to(x_d.dtype), d_w
@@ -582,7 +598,7 @@ def unpack_grads_op(g: Tensor, x_v: Tensor, x_d: Tensor, p: Tensor, beta: Tensor
     slot, (M, C) = slots_of(mask), (mask.numel(), x_v.shape[2])
     flat = (g.flatten(0, 1), x_v.flatten(0, 1), x_d, p.flatten(), beta.reshape(()), slot)
     if triton_runs(x_v):
-        d_x_v, d_x_d = x_v.new_empty(M, C), x_d.new_empty(x_d.shape)
+        d_x_v, d_x_d = x_v.new_empty(M, C), x_d.new_zeros(x_d.shape)  # zeros: x_d may have rows too many
         d_w = torch.zeros(M, dtype=torch.float32, device=p.device)
         launch(unpack_grads_kernel, (*flat, d_x_v, d_x_d, d_w), M, C, len(x_d), elements=2048, whole_rows=True)
     else:
@@ -618,10 +634,13 @@ def check_count(x_d, mask):
 def unpack_fuse(x_v, x_d, p, beta, mask, check=False):
     """Put the packed rows back, blended: beta p x_d + (1 - beta p) x_v where mask, x_v elsewhere. -> (B, T, C) as x_v.
 
-    x_v (B, T, C), x_d (k, C), p (B, T), beta a tensor of one element, mask (B, T) bool with k True. dtypes may differ.
+    x_v (B, T, C), x_d (k, C), p (B, T), beta a number or a tensor of one, mask (B, T) bool with k True. dtypes may
+    differ.
     Another number of rows is a ValueError on a CPU; on a GPU too with check=True, which waits for the device.
     """
     check_mask("unpack_fuse", x_v, mask)
+    if not isinstance(beta, Tensor):
+        beta = torch.tensor(float(beta), device=x_v.device)
     if p.shape != mask.shape or x_d.ndim != 2 or x_d.shape[1] != x_v.shape[2] or beta.numel() != 1:
         raise ValueError(f"unpack_fuse: x_v {tuple(x_v.shape)}, x_d {tuple(x_d.shape)}, p {tuple(p.shape)}, beta "
                          f"{tuple(beta.shape)}: must be (B, T, C), (k, C), (B, T) and one element; reshape them")
@@ -716,7 +735,8 @@ def timed(run, device):
 def error(got, want):
     """Largest error relative to the largest value, over pairs of tensors."""
     pairs = [(g.double(), w.double()) for g, w in zip(got, want) if w.numel()]
-    return max(((g - w).abs().max() / w.abs().max().clamp(min=1e-30)).item() for g, w in pairs)
+    errors = [(g - w).abs().max() / w.abs().max().clamp(min=1e-30) for g, w in pairs]
+    return torch.stack(errors).max().item()  # unlike Python's max, this keeps a nan
 
 
 def compare(run, inputs, which, exact):
@@ -829,7 +849,7 @@ def main():
     worst = 0
     for rows in (lora_rows, pack_rows):
         for op, shape, wrong, seconds, rate, fallback, linear, share in rows(device, dtype, peak):
-            worst = max(worst, wrong)
+            worst = wrong if not wrong <= worst else worst  # a nan stays
             linear, share = "" if linear is None else f"{linear:.2f}", "" if share is None else f"{share:.0%}"
             print(f"{op:<12} {shape:<47} {wrong:>8.1e} {seconds * 1e3:>9.3f} {rate:>14} {fallback:>10.2f} {linear:>8} "
                   f"{share:>8}", flush=True)

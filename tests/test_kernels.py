@@ -706,3 +706,51 @@ def test_all_of_it_with_the_kernels_in_the_interpreter():
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-1000:]
     passed, skipped = (int(re.search(rf"(\d+) {word}", run.stdout).group(1)) for word in ("passed", "skipped"))
     assert passed > 100 and skipped < passed
+
+
+# ---- what a new user ran into
+
+
+def test_the_check_of_this_machine_sees_a_nan():
+    good, bad = torch.ones(1), torch.full((1,), float("nan"))
+    for got in ([good, bad], [bad, good]):
+        wrong = kernels.error(got, [good, good])
+        assert wrong != wrong, "nan"
+
+
+def test_merging_is_in_float32_under_autocast():
+    torch.manual_seed(0)
+    W, A, B = torch.randn(20, 30), torch.randn(4, 30), torch.randn(20, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = kernels.merge_lora(W, A, B, 2.0)
+    torch.testing.assert_close(got.double(), W.double() + 2 * B.double() @ A.double(), atol=1e-5, rtol=1e-5)
+
+
+def test_strided_inputs_keep_what_the_compiler_was_told():
+    x = torch.randn(3, 10).T.view(2, 5, 3).requires_grad_()
+    mask, p = torch.zeros(2, 5, dtype=torch.bool), torch.rand(2, 5)
+    mask[0, 1] = True
+    out = kernels.unpack_fuse(x, torch.randn(1, 3), p, 0.5, mask)
+    assert out.is_contiguous()
+    args = (x.detach(), torch.randn(1, 3), p, torch.tensor(0.5), mask, False)
+    if not kernels.INTERPRETED:
+        torch.library.opcheck(torch.ops.kernels.unpack_fuse.default, args, test_utils="test_faketensor")
+
+
+@pytest.mark.parametrize("change,word", [
+    (dict(scale=torch.tensor(2.0)), "scale is a tensor"), (dict(branch=[0, 1]), "branch is a list"),
+    (dict(x=torch.ones(2, 3, dtype=torch.long)), "floating"),
+    (dict(A=torch.ones(2, 1, 3, device="meta")), "one device"),
+    (dict(branch=torch.tensor([0, -1], dtype=torch.int8)), "branch -1")])
+def test_more_mistakes_are_one_line(change, word):
+    inputs = dict(x=torch.ones(2, 3), W=torch.ones(4, 3), A=torch.ones(2, 1, 3), B=torch.ones(2, 4, 1), scale=1.0,
+                  branch=torch.tensor([0, 1])) | change
+    with pytest.raises(ValueError, match=word), torch.autocast("cpu", torch.bfloat16):
+        kernels.lora_linear(**inputs)
+
+
+def test_many_branches_fit_narrow_indices():
+    x, W = torch.ones(2, 3), torch.zeros(4, 3)
+    A, B = torch.ones(200, 1, 3), torch.arange(200.0)[:, None, None].expand(200, 4, 1)
+    y = kernels.lora_linear(x, W, A, B, 1.0, torch.tensor([7, 100], dtype=torch.int8))
+    assert y[:, 0].tolist() == [21.0, 300.0]
