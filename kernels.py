@@ -365,7 +365,9 @@ def lora_linear(x, W, A, B, scale, branch=None, check=False):
     x (..., K), W (N, K), A (branches, rank, K), B (branches, N, rank); scale a number: alpha / rank, not alpha.
     branch: integers, one per row (x.shape[:-1]) or per leading index, e.g. (B,) for x (B, T, K); not needed if there is
     one branch. A and B are cast to x's dtype, gradients come in their own. An index out of range is a ValueError on a
-    CPU; on a GPU too with check=True, which waits for the device, else that row is NaN.
+    CPU; on a GPU too with check=True, which waits for the device, else that row is NaN. What is inf or NaN in a branch
+    that some row uses, or in a row, reaches others through 0 * inf. Under autocast each call casts W anew; hold W in
+    autocast's dtype where that costs too much memory.
     """
     check_lora(x, W, A, B, branch)
     if isinstance(scale, Tensor):
@@ -635,8 +637,7 @@ def unpack_fuse(x_v, x_d, p, beta, mask, check=False):
     """Put the packed rows back, blended: beta p x_d + (1 - beta p) x_v where mask, x_v elsewhere. -> (B, T, C) as x_v.
 
     x_v (B, T, C), x_d (k, C), p (B, T), beta a number or a tensor of one, mask (B, T) bool with k True. dtypes may
-    differ.
-    Another number of rows is a ValueError on a CPU; on a GPU too with check=True, which waits for the device.
+    differ. Another number of rows is a ValueError on a CPU; on a GPU too with check=True, which waits for the device.
     """
     check_mask("unpack_fuse", x_v, mask)
     if not isinstance(beta, Tensor):
