@@ -126,21 +126,21 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
 
 
-def rotary_table(n_positions, head_dim, base, device=None):
+def rotary_phases(n_positions, head_dim, base, device=None):
     """exp(i * position * frequency), (n_positions, hd/2) complex64. Feature 2j is paired with 2j + 1."""
     freq = base ** (-torch.arange(0, head_dim, 2, device=device).float() / head_dim)
     angle = torch.outer(torch.arange(n_positions, device=device).float(), freq)
     return torch.polar(torch.ones_like(angle), angle)
 
 
-def apply_rotary(x, rotary):
+def rotate_pairs(x, rotary):
     """Rotate the adjacent feature pairs of x (B, T, n, nh, hd) by rotary (T, hd/2) or (B, T, hd/2), in float32."""
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))  # (B, T, n, nh, hd/2)
     return torch.view_as_real(pairs * rotary[..., None, None, :]).flatten(-2).to(x.dtype)
 
 
-class Attention(nn.Module):
-    """Causal attention. Queries and keys get a learned bias before they are rotated."""
+class CausalAttention(nn.Module):
+    """Each token sees itself and those before it. Queries and keys get a learned bias before they are rotated."""
 
     def __init__(self, config):
         super().__init__()
@@ -150,10 +150,10 @@ class Attention(nn.Module):
         self.proj = nn.Linear(C, C, bias=False)
 
     def forward(self, x, rotary, cache=None, slot=0):
-        """x (B, T, C), rotary as in apply_rotary; with a cache, T tokens that go on from it -> (B, T, C)."""
+        """x (B, T, C), rotary as in rotate_pairs; with a cache, T tokens that go on from it -> (B, T, C)."""
         B, T, C = x.shape
         qkv, mask = self.Wqkv(x).view(B, T, 3, self.n_head, -1), None  # (B, T, 3, nh, hd)
-        q, k = apply_rotary(qkv[:, :, :2] + self.qk_bias[:, 0].to(x.dtype), rotary).unbind(2)  # (B, T, nh, hd) each
+        q, k = rotate_pairs(qkv[:, :, :2] + self.qk_bias[:, 0].to(x.dtype), rotary).unbind(2)  # (B, T, nh, hd) each
         v = qkv[:, :, 2]
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, nh, T, hd)
         if cache is not None:
@@ -186,7 +186,7 @@ class SandwichBlock(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.norm_1, self.norm_2, self.norm_3, self.norm_4 = (RMSNorm(config.n_embd) for _ in range(4))
-        self.attn = Attention(config)
+        self.attn = CausalAttention(config)
         self.mlp = GatedMLP(config)
 
     def forward(self, x, rotary, cache=None, slot=0):
@@ -345,7 +345,7 @@ class Huginn(nn.Module):
         """Rows of the rotary table (..., hd/2), which is not a buffer so that it stays float32 in a bfloat16 model."""
         if self.table is None or self.table.device != positions.device:
             c = self.config
-            self.table = rotary_table(c.block_size, c.n_embd // c.n_head, c.rope_base, positions.device)
+            self.table = rotary_phases(c.block_size, c.n_embd // c.n_head, c.rope_base, positions.device)
         return self.table[positions]
 
     def read(self, tokens, rotary, cache=None):
@@ -611,16 +611,19 @@ class Huginn(nn.Module):
         for batch in batches:
             losses = self._losses(batch, depths)
             for depth, named in scores.items():
-                if grade is not None:
-                    longest = int((batch["labels"] != IGNORE).sum(dim=1).max())
-                    limit = min(2 * longest, options.get("max_new_tokens", 2 * longest))
-                    prompts = [row[:n] for row, n in zip(batch["inputs"], batch["prompt_lengths"].tolist())]
-                    answers, steps = self._write(prompts, **options | {"num_steps": depth, "max_new_tokens": limit})
-                    named.setdefault("exact_accuracy", []).append(grade(batch["labels"].cpu(), answers))
-                    if options.get("exit", "none") != "none":
-                        named.setdefault("steps", []).append(steps)
-                named.setdefault("loss", []).append(losses[depth].cpu())
+                graded = {} if grade is None else self._graded(batch, depth, grade, options)
+                for name, values in (graded | {"loss": losses[depth].cpu()}).items():
+                    named.setdefault(name, []).append(values)
         return {depth: {name: torch.cat(parts) for name, parts in named.items()} for depth, named in scores.items()}
+
+    def _graded(self, batch, depth, grade, options):
+        """Answers of a batch at a depth: exact_accuracy (B,) and, with an exit, steps (B,)."""
+        longest = int((batch["labels"] != IGNORE).sum(dim=1).max())
+        limit = min(2 * longest, options.get("max_new_tokens", 2 * longest))
+        prompts = [row[:n] for row, n in zip(batch["inputs"], batch["prompt_lengths"].tolist())]
+        answers, steps = self._write(prompts, **options | {"num_steps": depth, "max_new_tokens": limit})
+        scores = {"exact_accuracy": grade(batch["labels"].cpu(), answers)}
+        return scores if options.get("exit", "none") == "none" else scores | {"steps": steps}
 
     def _losses(self, batch, depths):
         """depth -> loss of each row (B,), from one loop through all depths."""
@@ -644,7 +647,7 @@ class Huginn(nn.Module):
     @staticmethod
     def pretrained_config(path):
         """HuginnConfig fields, as a dict, of a Hugging Face folder or of a checkpoint of train.py's."""
-        return _folder_config(path) if os.path.isdir(path) else _read_checkpoint(path)["model_config"]
+        return _folder_config(path) if os.path.isdir(path) else _read_run(path)["model_config"]
 
     @classmethod
     def load_pretrained(cls, path, dtype=torch.float32, **overrides):
@@ -672,7 +675,7 @@ class Huginn(nn.Module):
 # ---- reading checkpoints
 
 
-def _read_checkpoint(path):
+def _read_run(path):
     """A file of train.py's -> its dict."""
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
@@ -688,7 +691,7 @@ def _read_checkpoint(path):
 
 def _weights(path):
     """The weights in a file of train.py's: the averaged ones, where it has them."""
-    saved = _read_checkpoint(path)
+    saved = _read_run(path)
     return saved.get("ema") or saved["model"]
 
 

@@ -263,7 +263,7 @@ def parse_depths(text):
 
 
 def checkpoint_path(known):
-    """The file that --init_from, --out_dir, --eval_only and --solve mean together; None for a run from scratch."""
+    """The file or folder that --init_from, --out_dir and a use of a run mean together; None for a run from scratch."""
     reads, folder = known.eval_only or known.solve or known.sample, known.out_dir
     if known.init_from not in ("scratch", "resume"):
         if not os.path.isdir(known.init_from) or os.path.exists(os.path.join(known.init_from, "config.json")):
