@@ -503,6 +503,10 @@ class HRM(nn.Module):
             optimizers.append(SignSGD([table], lr=c.puzzle_emb_lr, weight_decay=c.puzzle_emb_weight_decay))
         return optimizers
 
+    def finish_step(self, metrics):
+        """Called once after each optimizer step with the step's metrics; returns more of them. Nothing here."""
+        return {}
+
     def parts_to_compile(self):
         """The modules that do all the work; their shapes do not change in training."""
         return [self.H_level, self.L_level]

@@ -70,7 +70,8 @@ class HuginnConfig:
     checkpoint_core: bool = False  # recompute every step of the core in the backward pass: less memory, more time
 
     def __post_init__(self):
-        for name, value in vars(self).items():
+        for name in HuginnConfig.__dataclass_fields__:
+            value = getattr(self, name)
             if isinstance(value, bool):
                 continue
             least = 0 if name in ("n_layers_in_prelude", "n_layers_in_coda") else 1
@@ -216,6 +217,7 @@ class KVCache:
         # zeros, not empty: what is masked is multiplied by 0, and garbage may be nan
         self.k, self.v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))  # (slots, B, nh, S_max, hd)
         self.length = 0  # tokens so far, of the longest row
+        self.scores = None  # (B, S_max, branches) of a router, see modr.py
         self.active = None  # (B,) bool: rows that may be written to; None = all
 
     @property
@@ -358,7 +360,10 @@ class Huginn(nn.Module):
             x = block(x, rotary, cache, layer)
         return x
 
-    def think(self, s, e, rotary, cache=None, step=0):
+    def route(self, s, e, cache=None, is_token=None, causal=False):
+        """What every step of a forward pass is told beside the state; nothing here, but see modr.py."""
+
+    def think(self, s, e, rotary, cache=None, step=0, route=None):
         """One step of the core: s, e (B, T, C) -> s. `step`, from 0, only matters to the cache."""
         x = self.adapter(torch.cat([s, e], dim=-1))
         for layer, block in enumerate(self.core_block):
@@ -397,13 +402,14 @@ class Huginn(nn.Module):
         logits = self.head(self.hidden_states(tokens, num_steps, state, cache, positions))
         return logits, None if targets is None else mean_loss(logits.flatten(0, 1), targets.flatten())
 
-    def hidden_states(self, tokens, num_steps=None, state=None, cache=None, positions=None):
+    def hidden_states(self, tokens, num_steps=None, state=None, cache=None, positions=None, is_token=None):
         """tokens (B, T) integer -> what `head` turns into logits (B, T, C).
 
         num_steps: how often to loop, or a pair (without, with) gradient; default: drawn in training, else
         mean_recurrence. state: s_0 (B, T, C); default: noise. cache: a KVCache that the tokens go on from; positions
-        (B, T): where in the text the tokens are, default 0, 1, ... or on from the cache. Raises ValueError for texts
-        that are longer than block_size.
+        (B, T): where in the text the tokens are, default 0, 1, ... or on from the cache. is_token (B, T) bool: false
+        for padding, at the right, which only `route` must know. Raises ValueError for texts that are longer than
+        block_size.
         """
         start = 0 if cache is None else cache.length
         length = start + tokens.shape[1] if positions is None else int(positions.max()) + 1
@@ -418,14 +424,15 @@ class Huginn(nn.Module):
         without, with_grad = self.split_steps(num_steps)
         e = self.read(tokens, rotary, cache)
         s = self.initial_state(e) if state is None else state.to(e.dtype)
+        route = self.route(s, e, cache, is_token)
         with torch.no_grad():
             for step in range(without):
-                s = self.think(s, e, rotary, cache, step)
+                s = self.think(s, e, rotary, cache, step, route)
         for step in range(without, without + with_grad):
             if self.config.checkpoint_core and torch.is_grad_enabled():
-                s = checkpoint(self.think, s, e, rotary, cache, step, use_reentrant=False)
+                s = checkpoint(self.think, s, e, rotary, cache, step, route, use_reentrant=False)
             else:
-                s = self.think(s, e, rotary, cache, step)
+                s = self.think(s, e, rotary, cache, step, route)
         return self.speak(s, rotary, cache)
 
     def sample_num_steps(self):
@@ -462,10 +469,15 @@ class Huginn(nn.Module):
         """
         inputs, labels = batch["inputs"], batch["labels"]
         steps, scored = self.split_steps(), labels != IGNORE  # (B, T); the head is only computed where it counts
-        loss = mean_loss(self.head(self.hidden_states(inputs, steps)[scored]), labels[scored])
+        is_token = scored.flip(1).cumsum(dim=1).flip(1) > 0  # up to the row's last label
+        loss = mean_loss(self.head(self.hidden_states(inputs, steps, is_token=is_token)[scored]), labels[scored])
         count = scored.sum()
         return loss, {"loss": (loss.detach() * count, count), "num_steps": (sum(steps), 1),
                       "tokens": (inputs.numel(), 1), "flops": (self.flops(inputs.shape, *steps), 1)}, None
+
+    def finish_step(self, metrics):
+        """Called once after each optimizer step with the step's metrics; returns more of them. Nothing here."""
+        return {}
 
     def flops(self, shape, without, with_grad):
         """Estimated FLOPs of a training step on tokens (B, T) = shape: 2 per weight and token forward, 4 backward."""
@@ -500,9 +512,10 @@ class Huginn(nn.Module):
         rows = torch.arange(len(tokens), device=tokens.device)
         e = self.read(tokens, rotary, cache)
         s, used, active = s.to(e.dtype), torch.zeros_like(last), torch.ones_like(last, dtype=torch.bool)
+        route = self.route(s, e, cache, is_token)
         for step in range(num_steps):
             cache.active = active if exit else None
-            new = self.think(s, e, rotary, cache, step)
+            new = self.think(s, e, rotary, cache, step, route)
             used += active
             if exit is None:
                 s = new
@@ -570,10 +583,10 @@ class Huginn(nn.Module):
         return self._write(prompts, max_new_tokens=max_new_tokens, stop=stop, seed=seed, **options)[0]
 
     def _write(self, prompts, **options):
-        """As generate, and the mean number of steps that each row's tokens took (B,) float32."""
+        """As generate, and what it took: name -> (B,) float32; steps is the mean over the row's tokens."""
         ids, used = (torch.stack(part, dim=1) for part in zip(*self.stream(prompts, **options)))  # (B, new tokens) each
         written = ids >= 0
-        return [row[row >= 0].tolist() for row in ids], (used * written).sum(dim=1) / written.sum(dim=1)
+        return [row[row >= 0].tolist() for row in ids], {"steps": (used * written).sum(dim=1) / written.sum(dim=1)}
 
     def _padded(self, prompts, stop):
         """Prompts as in stream -> lengths (B,), tokens (B, T) padded at the right."""
@@ -617,13 +630,14 @@ class Huginn(nn.Module):
         return {depth: {name: torch.cat(parts) for name, parts in named.items()} for depth, named in scores.items()}
 
     def _graded(self, batch, depth, grade, options):
-        """Answers of a batch at a depth: exact_accuracy (B,) and, with an exit, steps (B,)."""
+        """Answers of a batch at a depth: exact_accuracy (B,), with an exit steps (B,), and what else _write tells."""
         longest = int((batch["labels"] != IGNORE).sum(dim=1).max())
         limit = min(2 * longest, options.get("max_new_tokens", 2 * longest))
         prompts = [row[:n] for row, n in zip(batch["inputs"], batch["prompt_lengths"].tolist())]
-        answers, steps = self._write(prompts, **options | {"num_steps": depth, "max_new_tokens": limit})
-        scores = {"exact_accuracy": grade(batch["labels"].cpu(), answers)}
-        return scores if options.get("exit", "none") == "none" else scores | {"steps": steps}
+        answers, took = self._write(prompts, **options | {"num_steps": depth, "max_new_tokens": limit})
+        if options.get("exit", "none") == "none":
+            del took["steps"]
+        return {"exact_accuracy": grade(batch["labels"].cpu(), answers)} | took
 
     def _losses(self, batch, depths):
         """depth -> loss of each row (B,), from one loop through all depths."""
@@ -633,8 +647,9 @@ class Huginn(nn.Module):
         row = scored.nonzero()[:, 0]  # of each scored token
         e = self.read(batch["inputs"], rotary)
         s = self.noise_table(len(positions), 0).to(e.dtype).expand_as(e)
+        route = self.route(s, e, causal=True)
         for step in range(depths[-1]):
-            s = self.think(s, e, rotary)
+            s = self.think(s, e, rotary, route=route)
             if step + 1 in depths:
                 logits = self.head(self.speak(s, rotary)[scored]).float()  # (scored tokens, V)
                 loss = F.cross_entropy(logits, labels[scored], reduction="none")
@@ -647,7 +662,7 @@ class Huginn(nn.Module):
     @staticmethod
     def pretrained_config(path):
         """HuginnConfig fields, as a dict, of a Hugging Face folder or of a checkpoint of train.py's."""
-        return _folder_config(path) if os.path.isdir(path) else _read_run(path)["model_config"]
+        return _folder_config(path) if os.path.isdir(path) else read_run(path, huginn=HuginnConfig)["model_config"]
 
     @classmethod
     def load_pretrained(cls, path, dtype=torch.float32, **overrides):
@@ -675,23 +690,23 @@ class Huginn(nn.Module):
 # ---- reading checkpoints
 
 
-def _read_run(path):
-    """A file of train.py's -> its dict."""
+def read_run(path, **kind):
+    """A checkpoint of train.py's -> its dict. kind: the model's name and its config's class, as huginn=HuginnConfig."""
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # foreign bytes break the reader in any way: KeyError, IndexError, struct.error
-        kind = type(error).__name__
-        raise ValueError(f"{path}: not a readable checkpoint ({kind}); give one that train.py saved, or a folder with "
-                         "config.json and .safetensors files") from None
+        raise ValueError(f"{path}: not a readable checkpoint ({type(error).__name__}); give one that train.py saved, "
+                         "or a folder with config.json and .safetensors files") from None
+    (name, config_class), = kind.items()
     fields = saved.get("model_config") if isinstance(saved, dict) else None
-    if not isinstance(fields, dict) or set(fields) != set(HuginnConfig.__dataclass_fields__):
-        raise ValueError(f"{path}: is no Huginn checkpoint; give one that train.py saved with --model huginn")
+    if not isinstance(fields, dict) or set(fields) != set(config_class.__dataclass_fields__):
+        raise ValueError(f"{path}: is no checkpoint of a {name}; give one that train.py saved with --model {name}")
     return saved
 
 
 def _weights(path):
     """The weights in a file of train.py's: the averaged ones, where it has them."""
-    saved = _read_run(path)
+    saved = read_run(path, huginn=HuginnConfig)
     return saved.get("ema") or saved["model"]
 
 

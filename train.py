@@ -10,6 +10,8 @@
     python train.py --model huginn --data text --data_file FILE        the same on any text
     python train.py --model huginn --sample 'PROMPT' --num_steps 16    write on from a prompt with the newest run
     python train.py --model huginn --sample 'PROMPT' --init_from DIR   the same with a Hugging Face copy of huginn-0125
+    python train.py --model modr --data arith                          branches and a router on the newest Huginn
+    python train.py --model modr --export FILE --branch 2              one of its branches as a plain Huginn
 
 Flags are the fields of four dataclasses: TrainConfig here, the model's config, how the model is used once it is
 trained (to solve or to write), and the data's config. A value comes from the first of these that names it: the command
@@ -21,16 +23,20 @@ The loop knows a model through one contract, the same for all of them
     Model(config)                                         build
     model.step(batch, carry)                              -> loss, metrics: name -> (total, count), carry
     model.configure_optimizers(lr, weight_decay, betas)   -> list of optimizers
+    model.finish_step(metrics)                            after an optimizer step, of the whole step -> more metrics
     model.evaluate(batches, depths, grade, **options)     -> depth -> name -> (N,) scores; the first name selects
     Model.load_pretrained(path, **overrides)              published weights, or a checkpoint of this script
     Model.pretrained_config(path)                         its config's fields, as a dict
     model.parts_to_compile()                              what --compile compiles
+    model.variants(), model.merged(branch)                where it goes on another model, see BASES: other ways to use
+                                                          what was trained, by title; the other model with that merged
     Model.Carry, Model.bar, Model.rate                    the carry's class; metrics on the bar; the one per second
 where the count of the metric "loss" is what a loss is a mean over, and data through
     load(config, prepare, saved)                          saved: what a checkpoint kept of state()
     data.summary(), .model_args, .longest, .state()       lines for the log; what a model must know, and hold; to keep
     data.train_batch(index, batch_size, seed)             a pure function: a run's place in the data is its step
     data.eval_batches(split, batch_size), .grade          in order; who is right, where that takes more than tokens
+    data.groups()                                         lines of the table of results: label -> masks of test rows
     data.tokenizer                                        of a text; None for puzzles, which are solved, not sampled
 """
 
@@ -60,17 +66,18 @@ from tqdm import tqdm
 
 import hrm
 import huginn
+import modr
 from data import arith, sudoku, text
 from data import math as math_sets
 from data.common import atomic_write
-from data.show import means, print_scores, show_thinking, write_text
+from data.show import means, print_scores, print_table, show_thinking, write_text
 from data.tokenizer import huggingface_tokenizer
 
 
 @dataclass
 class TrainConfig:
     # what to run
-    model: Literal["hrm", "huginn"] = "hrm"  # the method
+    model: Literal["hrm", "huginn", "modr"] = "hrm"  # the method
     data: Literal["", "sudoku", "arith", "text", "math"] = ""  # the task; empty = the model's first, sudoku or arith
     preset: str = ""  # named sizes and recipe of the model; empty = the one for this device
     init_from: str = "scratch"  # scratch, resume (go on with a run), or a run or published checkpoint to start from
@@ -78,6 +85,7 @@ class TrainConfig:
     eval_only: bool = False  # score a checkpoint on the test split and stop
     solve: str = ""  # a puzzle, or a file of puzzles, to solve with a checkpoint
     sample: str = ""  # a text to write on from with a checkpoint
+    export: str = ""  # a file to write a checkpoint's --branch to, merged into the model that it goes on
     stop: str = ""  # special tokens that end a text, separated by commas; empty = the tokenizer's end of text
     # machine
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
@@ -120,11 +128,14 @@ class TrainConfig:
 
 
 MODELS = {"hrm": (hrm.HRM, hrm.HRMConfig, hrm.PRESETS, hrm.SolveConfig),
-          "huginn": (huginn.Huginn, huginn.HuginnConfig, huginn.PRESETS, huginn.GenerateConfig)}
+          "huginn": (huginn.Huginn, huginn.HuginnConfig, huginn.PRESETS, huginn.GenerateConfig),
+          "modr": (modr.MoDr, modr.MoDrConfig, modr.PRESETS, huginn.GenerateConfig)}
+BASES = {"modr": "huginn"}  # the trained model that it goes on
 DATA = {"sudoku": (sudoku.SudokuConfig, sudoku.load), "arith": (arith.ArithConfig, arith.load),
         "text": (text.TextConfig, text.load), "math": (math_sets.MathConfig, math_sets.load)}
-USES = {"hrm": ("sudoku",), "huginn": ("arith", "text", "math")}  # what it can learn from; the first is the default
-ON_CUDA = {"hrm": "paper", "huginn": "small"}  # the largest preset that trains on a 24 GB card; on a CPU the first
+TEXTS = ("arith", "text", "math")
+USES = {"hrm": ("sudoku",), "huginn": TEXTS, "modr": TEXTS}  # what it can learn from; the first is the default
+ON_CUDA = {"hrm": "paper", "huginn": "small", "modr": "nano"}  # that trains on a 24 GB card; on a CPU the first preset
 
 # What a preset sets beside the model: fields of TrainConfig and of the data's config.
 RECIPES = {
@@ -138,11 +149,17 @@ RECIPES = {
                               grad_accum=8, grad_clip=1.0, eval_batch_size=8, depths="1,4,8,16,32,64"),
     ("huginn", "paper"): dict(lr=4e-4, warmup_steps=4096, batch_size=4096, grad_accum=4096, grad_clip=1.0,
                               eval_batch_size=1, checkpoint_core=True, depths="1,4,8,16,32,64"),
+    ("modr", "nano"): dict(lr=2e-3, weight_decay=0.0, max_steps=1500, decay_steps=1500, time_limit=15, grad_clip=1.0,
+                           eval_batch_size=400, depths="1,2,3,4,6,12"),
+    ("modr", "small"): dict(lr=5e-4, weight_decay=0.0, max_steps=1500, decay_steps=1500, batch_size=64, grad_accum=4,
+                            grad_clip=1.0, eval_batch_size=16, depths="1,4,8,16,32"),
+    ("modr", "paper"): dict(lr=1e-4, weight_decay=0.0, max_steps=1500, decay_steps=1500, batch_size=64, grad_accum=16,
+                            grad_clip=1.0, eval_batch_size=4, checkpoint_core=True, depths="1,4,8,16,32"),
 }
 TUNING = dict(batch_size=16, grad_accum=16, lr=1e-5, warmup_steps=50, max_steps=1000, decay_steps=1000,
               eval_batch_size=16)  # of a language model from a Hugging Face folder
 # fields that belong to one call and are not taken from a checkpoint
-OF_THIS_CALL = ("init_from", "out_dir", "eval_only", "solve", "sample", "stop", "device")
+OF_THIS_CALL = ("init_from", "out_dir", "eval_only", "solve", "sample", "export", "stop", "device")
 LOG_EVERY = 10  # steps between looks at the metrics: each look waits for the device
 
 
@@ -189,7 +206,8 @@ def boolean(text):
 def add_flags(parser, config_class, defaults):
     """A flag for every field of a dataclass; its help is the comment at the end of the field's line."""
     group = parser.add_argument_group(config_class.__name__)
-    texts = dict(re.findall(r"^    (\w+):.*?#\s*(.*)$", inspect.getsource(config_class), flags=re.MULTILINE))
+    source = "".join(inspect.getsource(part) for part in config_class.__mro__ if dataclasses.is_dataclass(part))
+    texts = dict(re.findall(r"^    (\w+):.*?#\s*(.*)$", source, flags=re.MULTILINE))
     for field in dataclasses.fields(config_class):
         if f"--{field.name}" in parser._option_string_actions:
             continue
@@ -236,7 +254,7 @@ def parse(argv):
         if known.data == saved.get("config", {}).get("data"):
             defaults |= saved["data_config"]
         # else it is a new run, from old weights
-        if known.init_from == "resume" or known.eval_only or known.solve or known.sample:
+        if known.init_from == "resume" or only_uses(known):
             defaults |= {name: value for name, value in saved.get("config", {}).items() if name not in OF_THIS_CALL}
             defaults |= {} if known.solve or known.sample else saved.get("use_config", {})
     usage = "train.py --model MODEL --data DATA [flags]"
@@ -247,6 +265,11 @@ def parse(argv):
     values = vars(parser.parse_args(argv))
     with user_errors():
         return *(c(**{f.name: values[f.name] for f in dataclasses.fields(c)}) for c in classes), path
+
+
+def only_uses(c):
+    """Whether a checkpoint is to be used rather than trained."""
+    return bool(c.eval_only or c.solve or c.sample or c.export)
 
 
 def parse_depths(text):
@@ -263,25 +286,36 @@ def parse_depths(text):
 
 
 def checkpoint_path(known):
-    """The file or folder that --init_from, --out_dir and a use of a run mean together; None for a run from scratch."""
-    reads, folder = known.eval_only or known.solve or known.sample, known.out_dir
+    """The file or folder that --init_from, --out_dir and a use of a run mean together; None for a run from scratch.
+
+    What goes on another model starts from its newest run, on the same data if there is one.
+    """
+    reads, folder = only_uses(known), known.out_dir
     if known.init_from not in ("scratch", "resume"):
         if not os.path.isdir(known.init_from) or os.path.exists(os.path.join(known.init_from, "config.json")):
             return known.init_from
         folder, reads = known.init_from, True
     elif known.init_from == "scratch" and not reads:
-        return None
+        base = BASES.get(known.model)
+        folder, reads = base and (newest_run(base, known.data) or newest_run(base, "")), True
+        if not folder:
+            return None
     if not folder:
-        runs = glob.glob(os.path.join("out", f"{known.model}-{known.data}*", "last.pt"))
-        if not runs:
+        folder = newest_run(known.model, known.data)
+        if not folder:
             what = known.model + (f" on {known.data}" if known.data else "")
             raise UserError(f"no run of {what} under out; train one, name a checkpoint with --init_from, or another "
                             f"model with --model {'|'.join(MODELS)}")
-        folder = os.path.dirname(max(runs, key=os.path.getmtime))
     for name in ("best.pt", "last.pt") if reads else ("last.pt",):
         if os.path.exists(os.path.join(folder, name)):
             return os.path.join(folder, name)
     raise UserError(f"{folder}: holds no checkpoint of a run; name the folder of one")
+
+
+def newest_run(model, data):
+    """The folder of the newest run under out of a model on data ("": on any); None if there is none."""
+    runs = glob.glob(os.path.join("out", f"{model}-{data}*", "last.pt"))
+    return os.path.dirname(max(runs, key=os.path.getmtime)) if runs else None
 
 
 def new_folder(c):
@@ -313,13 +347,14 @@ def read_checkpoint(path):
 
 def check_saved(saved, known, path):
     """A checkpoint of another model, or of weights alone where a run is to go on, is an error now rather than later."""
-    goes_on = known.init_from == "resume" and not (known.eval_only or known.solve or known.sample)
+    goes_on = known.init_from == "resume" and not only_uses(known)
     if goes_on and "optimizers" not in saved:
         raise UserError(f"{path} holds weights only, which cannot be resumed; start a new run from them with "
                         f"--init_from {path}")
     for name in ("model", "data") if goes_on else ("model",):
         theirs = saved.get("config", {}).get(name, "")
-        if theirs and getattr(known, name) not in ("", theirs):
+        is_base = name == "model" and not goes_on and BASES.get(known.model) == theirs
+        if theirs and getattr(known, name) not in ("", theirs) and not is_base:
             raise UserError(f"{path} is a run with --{name} {theirs}, not {getattr(known, name)}; "
                             f"give --{name} {theirs}")
 
@@ -604,6 +639,7 @@ class Trainer:
             self.scaler.step(optimizer)
             optimizer.zero_grad()
         self.scaler.update()
+        metrics |= self.model.finish_step(metrics)
         if self.averaged:
             self.averaged.update_parameters(self.model)
         self.step += 1
@@ -704,7 +740,7 @@ class Trainer:
             weights.append((f"last (step {self.step})", self.scored))
         for title, model in weights:
             scores = evaluate(model, self.data, "test", self.c, self.use, self.machine, depths)
-            print_scores(f"test split, {title}", scores, getattr(self.data.test, "source", None))
+            print_scores(f"test split, {title}", scores, self.data.groups())
             line = {f"test_{name}_{depth}": v for depth, named in scores.items() for name, v in means(named).items()}
             self.log.write([{"step": self.step, "weights": title} | line])
         if self.data.tokenizer:
@@ -727,21 +763,26 @@ USAGE = """train.py trains, evaluates and uses the models of this project. For e
   python train.py --model hrm --data sudoku --solve PUZZLE       solve a puzzle (digits and dots) with the newest run
   python train.py --model huginn --data arith                    train a small Huginn on arithmetic, then test it
   python train.py --model huginn --sample '00012+00345='         write on from a prompt with the newest run
+  python train.py --model modr --data arith                      branches for the newest Huginn, and a router
   python train.py --model hrm --data sudoku --help               all flags and the values in force"""
 
 
 def run(argv):
+    """Do what the flags say. Returns the name of the signal that stopped a training, or None."""
     c, model_config, use, data_config, path = parse(argv)
-    for flag in ("solve", "sample"):
+    for flag in ("solve", "sample", "export"):
         if not getattr(c, flag) and any(word.split("=")[0] == f"--{flag}" for word in argv):
-            raise UserError(f"--{flag} is empty; give a puzzle, or a file of them" if flag == "solve" else
-                            "--sample is empty; give the beginning of a text")
+            give = dict(solve="a puzzle, or a file of them", sample="the beginning of a text", export="a file's name")
+            raise UserError(f"--{flag} is empty; give {give[flag]}")
+    if path is None and c.model in BASES:
+        if stopped := train_base(c, model_config, data_config):
+            return stopped
+        c, model_config, use, data_config, path = parse(argv)
     configs = [c, model_config, use, data_config]
     device = pick_device(c.device)
     machine = Machine(device, *pick_dtype(c.dtype, device))
     parse_depths(c.depths)
-    uses = bool(c.eval_only or c.solve or c.sample)
-    folder = new_folder(c) if c.init_from != "resume" and not uses else os.path.dirname(path)
+    folder = new_folder(c) if c.init_from != "resume" and not only_uses(c) else os.path.dirname(path)
     keep_freed_memory()
     torch.manual_seed(c.seed)
     random.seed(c.seed)
@@ -749,14 +790,15 @@ def run(argv):
 
     data, model = build(configs, path)
     model.to(device)
-    count = sum(p.numel() for p in model.parameters())
-    print(f"{c.model} on {c.data}, preset {c.preset}, {count:,} parameters | {device} in {machine.reason} | "
+    print(f"{c.model} on {c.data}, preset {c.preset}, {count_parameters(model)} | {device} in {machine.reason} | "
           f"torch {torch.__version__}, numpy {np.__version__}, python {sys.version.split()[0]}")
     print("model " + json.dumps(asdict(configs[1])) + (f", from {path}" if path else ""))
     if c.solve:
         return solve(c, use, model, data, machine)
     if c.sample:
         return write(c, use, model, data, machine, c.sample)
+    if c.export:
+        return export(configs, model, data)
     print("\n".join(data.summary()))
     for split in ("test",) if c.eval_only else ("train", "val", "test"):
         if not len(getattr(data, split)):
@@ -764,8 +806,7 @@ def run(argv):
     check_longest(configs[1], data)
     use_options(c, use, data)  # an unknown --stop is told before the work
     if c.eval_only:
-        scores = evaluate(model, data, "test", c, use, machine, parse_depths(c.depths))
-        return print_scores("test split", scores, getattr(data.test, "source", None))
+        return score(c, use, model, data, machine)
     with user_errors():
         os.makedirs(folder, exist_ok=True)
     trainer = Trainer(configs, model, data, machine, folder, read_checkpoint(path) if c.init_from == "resume" else None)
@@ -774,13 +815,31 @@ def run(argv):
                         f"({c.max_steps}) or --time_limit ({c.time_limit:g}), or score it with --eval_only")
     print(f"run folder {folder}" + (f", going on at step {trainer.step}" if trainer.step else ""), flush=True)
     if stopped := trainer.train():
-        return print(f"{stopped}: saved at step {trainer.step}; go on with --init_from resume --out_dir {folder}")
+        print(f"{stopped}: saved at step {trainer.step}; go on with --init_from resume --out_dir {folder}")
+        return stopped
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         trainer.report()
     except KeyboardInterrupt:
         print(f"stopped in the final evaluation; the run is saved, score it with --eval_only --out_dir {folder}")
+        return "SIGINT"
+
+
+def train_base(c, model_config, data_config):
+    """Train the model that another goes on, by its preset. Returns the signal that stopped it, or None."""
+    base, fields = BASES[c.model], {"device": c.device, "dtype": c.dtype, "seed": c.seed} | asdict(data_config)
+    fields |= {name: getattr(model_config, name) for name in MODELS[base][1].__dataclass_fields__}
+    print(f"--model {c.model} goes on a trained {base}, and there is no run of one under out (--init_from names one "
+          f"elsewhere): training a {c.preset} one first, ten to fifteen minutes for nano on two CPU cores\n", flush=True)
+    flags = (word for name, value in fields.items() for word in (f"--{name}", str(value)))
+    return run(["--model", base, "--data", c.data, "--preset", c.preset, *flags])
+
+
+def count_parameters(model):
+    count, trained = (sum(p.numel() for p in model.parameters() if p.requires_grad or every) for every in (True, False))
+    part = f", {trained:,} of them trained ({trained / count:.3%})" if trained < count else ""
+    return f"{count:,} parameters{part}"
 
 
 def build(configs, path):
@@ -788,13 +847,15 @@ def build(configs, path):
     c, model_config, _, data_config = configs
     Model, load = MODELS[c.model][0], DATA[c.data][1]
     with user_errors():
-        data = load(data_config, prepare=not (c.solve or c.sample), saved=saved_data(path))
+        data = load(data_config, prepare=not (c.solve or c.sample or c.export), saved=saved_data(path))
         if bool(data.tokenizer) == bool(c.solve) and (c.solve or c.sample):
             raise UserError(f"--data {c.data} cannot be {'solved' if c.solve else 'sampled'}; use "
                             f"--{'sample PROMPT' if c.solve else 'solve PUZZLE'}")
         if path:
             check_fit(model_config, data, path)
-            return data, Model.load_pretrained(path, **asdict(model_config))
+            model = Model.load_pretrained(path, **asdict(model_config))
+            configs[1] = model.config
+            return data, model
         configs[1] = dataclasses.replace(model_config, **data.model_args)
         return data, Model(configs[1])
 
@@ -804,6 +865,38 @@ def saved_data(path):
     if path and os.path.isdir(path):
         return {"tokenizer": huggingface_tokenizer(path).state()}
     return read_checkpoint(path).get("data") if path else None
+
+
+def score(c, use, model, data, machine):
+    """The tables of the test split; for what goes on another model, also of other ways to use what was trained."""
+    groups, depths = data.groups(), parse_depths(c.depths)
+    scores = evaluate(model, data, "test", c, use, machine, depths)
+    print_scores("test split", scores, groups)
+    if c.model in BASES:
+        name = next(iter(scores[depths[-1]]))  # the one that counts
+        columns = {"as it is": scores[depths[-1]][name]}
+        for title in model.variants():
+            columns[title] = evaluate(model, data, "test", c, use, machine, depths[-1:])[depths[-1]][name]
+        everything = {"all": [np.ones(len(data.test), bool)]}
+        print_table(f"{name} at depth {depths[-1]}, by what is used", columns, groups | everything)
+
+
+def export(configs, model, data):
+    """Write one branch of a model as a checkpoint of the model that it goes on."""
+    c, base = configs[0], BASES.get(configs[0].model)
+    if base is None:
+        raise UserError(f"--export: a {c.model} has no branches to merge; use it with --model {'|'.join(BASES)}")
+    if os.path.exists(c.export):
+        raise UserError(f"--export {c.export} exists; name a new file")
+    with user_errors():
+        plain = model.merged(0 if model.config.num_branches == 1 else model.config.branch)
+        content = {name: asdict(config) for name, config in zip(("config", "use_config", "data_config"),
+                                                                (c, configs[2], configs[3]))}
+        content["config"] |= {"model": base}
+        content |= {"model_config": asdict(plain.config), "model": plain.state_dict(), "data": data.state()}
+        with atomic_write(c.export) as file:
+            torch.save(content, file)
+    print(f"wrote {c.export}, {count_parameters(plain)}; use it with --model {base} --init_from {c.export}")
 
 
 def solve(c, use, model, data, machine):

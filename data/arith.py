@@ -167,4 +167,5 @@ def load(config, prepare=True, saved=None):
     except Exception as error:  # damaged bytes break the reader in any way
         raise ValueError(f"{path} is damaged ({type(error).__name__}); delete it, and it is prepared again") from None
     note = f"arithmetic, numbers of {config.digits} digits, seed {config.data_seed}"
-    return PromptData("arith", tokenizer, notes=[note], **splits)
+    means = {"mean of the trained families": TRAINED, "mean of the others": UNSEEN}
+    return PromptData("arith", tokenizer, notes=[note], means=means, **splits)

@@ -173,3 +173,8 @@ def file_hash(path):
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
+
+
+def by_source(sources):
+    """Groups of rows with the same source (N,) str, or none if sources is None."""
+    return {} if sources is None else {name: [sources == name] for name in dict.fromkeys(sources.tolist())}

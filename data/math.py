@@ -3,7 +3,7 @@ r"""Word problems to fine-tune a language model on, and the sets to test it on: 
     data = load(MathConfig(data_file="folder"))             # prepared once, then read from config.data_dir
     print("\n".join(data.summary()))
     batch = data.train_batch(index=0, batch_size=64, seed=0)
-    print("\n".join(data.table({"SFT": scores})))           # titles -> (N,), a value per test row
+    print_table("accuracy", {"SFT": scores}, data.groups()) # of data.show; scores (N,), a value per test row
 
     set         train   test   answer   read from                                  licence
     gsm8k       7,473  1,319   number   openai/grade-school-math                   MIT
@@ -24,7 +24,7 @@ end. Work that ends in another answer than the reference is left out, as it occu
 
 Most of addsub, multiarith and singleeq is in mawps's training file. So a test question that is also in training (or
 validation), but for case, spacing and punctuation, has the source "addsub (in training)" and the others "addsub", and
-table() has the means with and without. Reference answers are as published: some are wrong or rounded.
+groups() has the means with and without. Reference answers are as published: some are wrong or rounded.
 
 Local copies may be named SET.SPLIT.jsonl[.gz] or as in the repositories above. Where a folder has mathqa.dev but not
 aqua's training split, the one stands in for the other. Written to data_dir: math-<key>.npz; the key hashes the contents
@@ -359,7 +359,7 @@ class MathData(PromptData):
     """PromptData whose test rows have the source SET or "SET (in training)"."""
 
     def groups(self):
-        """The lines of the table of results: label -> list of masks (N,) bool over the test rows; means are averaged.
+        """As in PromptData.
 
         The sets; the means of those trained on, of the others in MoDr's tables, and of all six; svamp and mathqa apart;
         then the same without the questions that are in training, where any are.
@@ -375,13 +375,3 @@ class MathData(PromptData):
                     groups[f"mean {title}{ending}"] = [masks[name] for name in members if name in masks]
             groups[f"mean of the six{ending}"] = [masks[name] for name in SETS[:6] if name in masks]
         return {label: masks for label, masks in groups.items() if masks}
-
-    def table(self, columns):
-        """The results as readable lines. columns: title -> (N,) scores of the test rows, as of a model or a branch."""
-        columns = {title: np.asarray(values, np.float64) for title, values in columns.items()}
-        lines = [f"  {'':40}{'rows':>8}" + "".join(f"{title:>14}" for title in columns)]
-        for label, masks in self.groups().items():
-            means = [np.mean([values[mask].mean() for mask in masks]) for values in columns.values()]
-            lines.append(f"  {label:40}{sum(mask.sum() for mask in masks):>8,}"
-                         + "".join(f"{mean:>14.4f}" for mean in means))
-        return lines

@@ -22,7 +22,7 @@ from fractions import Fraction
 import numpy as np
 import torch
 
-from data.common import content_hash, epoch_rows, read_lines
+from data.common import by_source, content_hash, epoch_rows, read_lines
 
 IGNORE = -100  # the label of a token that is not scored
 GROUP = 16  # batches whose rows are sorted by length together, so that little of a batch is padding
@@ -133,8 +133,9 @@ class Rows:
 class PromptData:
     """The splits train, val and test (Rows), and what a training script asks of a data set."""
 
-    def __init__(self, name, tokenizer, train=None, val=None, test=None, notes=()):
-        self.name, self.tokenizer, self.notes = name, tokenizer, list(notes)
+    def __init__(self, name, tokenizer, train=None, val=None, test=None, notes=(), means=None):
+        """means: title -> the sources that the table of results has a mean over."""
+        self.name, self.tokenizer, self.notes, self.means = name, tokenizer, list(notes), means or {}
         self.train, self.val, self.test = train, val, test
 
     @property
@@ -178,6 +179,12 @@ class PromptData:
         rows = getattr(self, split_name)
         for start in range(0, len(rows), batch_size):
             yield rows.batch(np.arange(start, min(start + batch_size, len(rows))), self.tokenizer.eot)
+
+    def groups(self):
+        """The lines of a table of results: label -> list of masks (N,) bool over the test rows; means are averaged."""
+        groups = by_source(self.test.source)
+        means = {title: [groups[name][0] for name in names if name in groups] for title, names in self.means.items()}
+        return groups | {title: masks for title, masks in means.items() if masks}
 
     def grade(self, labels, answers):
         """Whose answer is right? labels (B, T) integer, answers: B lists of token ids -> (B,) float32 0 or 1."""

@@ -19,22 +19,37 @@ def means(named):
     return {name: values.mean().item() for name, values in named.items()}
 
 
-def print_scores(title, scores, sources=None):
-    """Tables of depth -> name -> (N,) scores: a row per depth and, where items have named sources (N,), per source."""
+def print_scores(title, scores, groups):
+    """Tables of depth -> name -> (N,) scores: of all by depth; of each group, as for print_table, where there are any.
+
+    Names that begin with branch_ are shares of a row's tokens, which do not depend on the depth.
+    """
     names, deepest = list(next(iter(scores.values()))), max(scores)
-    count = len(scores[deepest][names[0]])
-    print(f"{title}, {count:,} in all\n  {'depth':>7}" + "".join(f"{name:>16}" for name in names))
+    shares = {name: scores[deepest][name] for name in names if name.startswith("branch_")}
+    names = [name for name in names if name not in shares]
+    print(f"{title}, {len(scores[deepest][names[0]]):,} in all\n  {'depth':>7}" + "".join(f"{n:>16}" for n in names))
     for depth, named in scores.items():
-        print(f"  {depth:>7}" + "".join(f"{mean:>16.4f}" for mean in means(named).values()))
-    kinds = list(dict.fromkeys(sources.tolist())) if sources is not None else []
-    width = max(map(len, kinds), default=0)
-    for name in (name for name in names if name not in ("segments", "steps") and len(kinds) > 1):
-        print(f"  {name} at depth" + " " * max(width - len(name) + 1, 1) + "".join(f"{depth:>8}" for depth in scores))
-        for kind in kinds:
-            chosen = torch.from_numpy(sources == kind)
-            values = [named[name][chosen].mean().item() for named in scores.values()]
-            label = f"{kind} ({int(chosen.sum()):,})"
-            print(f"    {label:{max(width, len(name)) + 7}}" + "".join(f"{value:>8.4f}" for value in values))
+        print(f"  {depth:>7}" + "".join(f"{named[name].mean():>16.4f}" for name in names))
+    for name in names:
+        if name not in ("segments", "steps") and len(groups) > 1:
+            print_table(f"{name} at depth", {depth: named[name] for depth, named in scores.items()}, groups)
+    if shares:
+        everything = [np.ones(len(next(iter(shares.values()))), bool)]
+        print_table("share of tokens", shares, groups | {"all": everything})
+
+
+def print_table(title, columns, groups):
+    """A line per group, with its number of rows and, for each column, the mean over its masks of their means.
+
+    columns: head -> (N,) scores. groups: label -> list of masks (N,) bool, one for a set, several for a mean of sets.
+    """
+    columns = {str(head): np.asarray(values, np.float64) for head, values in columns.items()}
+    labels = [f"{label} ({sum(int(mask.sum()) for mask in masks):,})" for label, masks in groups.items()]
+    width, wide = max(map(len, [title, *labels])), max(8, *(len(head) + 2 for head in columns))
+    print(f"  {title:{width}}" + "".join(f"{head:>{wide}}" for head in columns))
+    for label, masks in zip(labels, groups.values()):
+        means = (np.mean([values[mask].mean() for mask in masks]) for values in columns.values())
+        print(f"  {label:{width}}" + "".join(f"{mean:>{wide}.4f}" for mean in means))
 
 
 # ---- puzzles

@@ -21,7 +21,8 @@ from typing import Literal, Optional
 
 import numpy as np
 
-from data.common import (atomic_write, content_hash, download, epoch_rows, file_hash, parse_table, read_lines,
+from data.common import (atomic_write, by_source, content_hash, download, epoch_rows, file_hash, parse_table,
+                         read_lines,
                          report_bad_rows)
 from data.sudoku_solver import augment, first_equal, generate, geometry, rate, solve
 
@@ -344,6 +345,10 @@ class SudokuData:
         split = getattr(self, split_name)
         for start in range(0, len(split), batch_size):
             yield _batch(split.inputs[start:start + batch_size], split.labels[start:start + batch_size])
+
+    def groups(self):
+        """The test rows by source, where the file names any: label -> [mask (N,) bool]."""
+        return by_source(self.test.source)
 
     def parse(self, text):
         """A puzzle as a string, or the path of a file of puzzles -> tokens (B, T) int64.

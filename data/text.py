@@ -312,6 +312,10 @@ class TextData:
         """Tokens that a model must be able to read at once."""
         return self.config.block_size
 
+    def groups(self):
+        """No parts of the test split are told apart."""
+        return {}
+
     def state(self):
         """What must travel with a model's weights."""
         return {"tokenizer": self.tokenizer.state()}
