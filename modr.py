@@ -257,13 +257,13 @@ class MoDr(Huginn):
         return [torch.optim.AdamW(trained, lr=lr, weight_decay=weight_decay, betas=betas, eps=1e-8, fused=True)]
 
     def flops(self, shape, without, with_grad):
-        """As in Huginn. A frozen matrix costs 2 per weight and token backward, for its input alone; an update 4."""
+        """As in Huginn. Backward a frozen matrix costs 2 per weight and token, for its input alone; an update 6."""
         c, (B, T) = self.config, shape
         block = 4 * c.n_embd**2 + 3 * c.n_embd * c.intermediate_size + c.n_embd * T  # the last: causal attention
         core = 2 * c.n_embd**2 + c.n_layers_in_recurrent_block * block
         updates = c.n_layers_in_recurrent_block * c.lora_rank * 6 * c.n_embd  # of one branch
         coda = c.n_layers_in_coda * block + c.vocab_size * c.n_embd
-        looped = (without + 2 * with_grad) * core + (without + 3 * with_grad) * updates
+        looped = (without + 2 * with_grad) * core + (without + 4 * with_grad) * updates
         return 2 * B * T * (c.n_layers_in_prelude * block + looped + 2 * coda)
 
     # ---- inference

@@ -729,7 +729,7 @@ class Trainer:
             self.save("best.pt", self.describe() | {"model": self.scored.state_dict(), "best": self.best})
         line = {"step": self.step, "elapsed": round(self.elapsed, 3)}
         self.log.write([line | {f"val_{name}": value for name, value in named.items()}])
-        return " | ".join(f"val {name} {value:.4f}" for name, value in named.items())
+        return " | ".join(f"val {name} {value:.4f}" for name, value in named.items() if not name.startswith("branch_"))
 
     def report(self):
         """Score the best and the last weights on the test split, once each, and show a few examples of it."""

@@ -92,11 +92,12 @@ def write_text(model, tokenizer, prompt, options, autocast):
     """
     ids, shown, steps = [], "", []
     color = in_color()
-    print(f"{DIM * color}{prompt}{PLAIN * color}{TINT * color}", end="", flush=True)
     with contextlib.ExitStack() as stack:
         stack.callback(print, PLAIN * color, flush=True)
         stack.enter_context(autocast())
         for token, used in model.stream([tokenizer.encode(prompt)], **options):
+            if not steps:  # not before: reading the prompt may have something to say
+                print(f"{DIM * color}{prompt}{PLAIN * color}{TINT * color}", end="", flush=True)
             steps.append(int(used))
             if int(token) in options["stop"]:
                 break

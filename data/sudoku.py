@@ -22,8 +22,7 @@ from typing import Literal, Optional
 import numpy as np
 
 from data.common import (atomic_write, by_source, content_hash, download, epoch_rows, file_hash, parse_table,
-                         read_lines,
-                         report_bad_rows)
+                         read_lines, report_bad_rows)
 from data.sudoku_solver import augment, first_equal, generate, geometry, rate, solve
 
 FORMAT = 2  # part of the cache key: raise it when the prepared files change
