@@ -99,7 +99,8 @@ def offset(index, stride):
 # ---- lora_linear: y = x W^T + scale * (x A_j^T) B_j^T
 #
 # Rows of different branches share one product: the A of all branches are stacked to (R, K), the columns of z = x A^T
-# that belong to another branch than the row's are set to zero, and the stacked B (N, R) does the rest.
+# that belong to another branch than the row's are set to zero, and the stacked B (N, R) does the rest. Sequences with a
+# branch each need no stack in PyTorch: a batched product takes each one's own matrices.
 
 
 def chosen_columns(branch, M, branches, rank):
@@ -115,6 +116,12 @@ def used_branches(branch, branches):
 
 def lora_reference(x, W, A, B, branch, scale):
     """x (M, K), W (N, K), A (branches, rank, K), B (branches, N, rank), branch (n,) -> (M, N)."""
+    M, n = len(x), max(len(branch), 1)
+    if M // n >= A.shape[1]:  # long sequences: copies of their A_j and B_j are smaller than x and y, and no work is lost
+        j = branch.long().clamp(0, len(A) - 1)  # (n,)
+        y = (x @ W.mT).view(n, M // n, -1)  # (n, T, N)
+        z = torch.bmm(x.reshape(n, M // n, -1), A[j].mT) * scale  # (n, T, rank)
+        return y.baddbmm_(z.masked_fill((j != branch)[:, None, None], math.nan), B[j].mT).view(M, -1)
     chosen = chosen_columns(branch, len(x), *A.shape[:2])  # (M, R)
     z = x @ A.flatten(0, 1).mT * scale  # (M, R)
     known = chosen.any(dim=1, keepdim=True)  # a branch that does not exist gives NaN, not silently the base model
