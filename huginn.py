@@ -673,7 +673,7 @@ class Huginn(nn.Module):
         it is computed here. Raises ValueError, one line, for what is no such checkpoint or does not fit.
         """
         config = cls.pretrained_config(path) | overrides
-        state = _folder_state(path) if os.path.isdir(path) else _plain_names(_weights(path), path)
+        state = _folder_state(path) if os.path.isdir(path) else plain_names(_weights(path), path)
         with torch.device("meta"):  # no memory until the weights arrive
             model = cls(HuginnConfig(**config))
         found, expected = ({k: tuple(v.shape) for k, v in s.items()} for s in (state, model.state_dict()))
@@ -710,7 +710,7 @@ def _weights(path):
     return saved.get("ema") or saved["model"]
 
 
-def _plain_names(state, path):
+def plain_names(state, path):
     """A state dict in this file's names: without wrappers' prefixes, rotary table and second copy of the embedding."""
     plain = {}
     for key, value in state.items():
@@ -768,7 +768,7 @@ def _folder_state(folder):
             state |= load_file(path)
         except Exception as error:  # SafetensorError is no public class in all versions
             raise ValueError(f"{path}: not a readable safetensors file ({error}); download it again") from None
-    return _plain_names(state, folder)
+    return plain_names(state, folder)
 
 
 PRESETS = {  # parameters; train.py has the recipe that goes with each

@@ -51,7 +51,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import huginn
-from huginn import Huginn, HuginnConfig, read_run
+from huginn import Huginn, HuginnConfig, plain_names, read_run
 from kernels import lora_linear, merge_lora
 
 
@@ -346,7 +346,7 @@ class MoDr(Huginn):
         if not is_new:
             saved = read_run(path, modr=MoDrConfig)
             try:
-                model.load_state_dict(saved.get("ema") or saved["model"])
+                model.load_state_dict(plain_names(saved.get("ema") or saved["model"], path))
             except RuntimeError as error:
                 raise ValueError(f"{path}: {str(error).splitlines()[1].strip()} Give the settings it was trained "
                                  "with") from None

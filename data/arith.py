@@ -12,7 +12,7 @@ Every example is a question, a worked answer and, at its end, the final number (
     sum4, sum5 and so on
     mul        04712*8=                                       037696
     word       Ann has 04712 nuts and gets 00595 more.\\n      04712+00595=005307
-    test only
+    test only, unless `families` names them
     sum6       six numbers: a longer chain
     large      sum3 with numbers of `digits` digits, one more than any number in training has
     wording    word, in sentences that training does not have
@@ -37,8 +37,7 @@ from data.prompts import PromptData, Rows
 from data.tokenizer import Tokenizer, byte_tokenizer
 
 FORMAT = 1  # part of the cache key: raise it when the prepared files change
-TRAINED = ("sum2", "sum3", "sum4", "sum5", "mul", "word")
-UNSEEN = ("sum6", "large", "wording")  # out of distribution, in the test split only
+FAMILIES = ("sum2", "sum3", "sum4", "sum5", "mul", "word", "sum6", "large", "wording")
 
 NAMES = "Ann Ben Eva Ida Jon Kim Leo Mia Ned Pia Sam Tom".split()
 THINGS = "nuts pens eggs keys figs maps cups hats".split()
@@ -58,16 +57,22 @@ OTHER_SENTENCES = [
 
 @dataclass
 class ArithConfig:
-    digits: int = 5  # digits of a number in a question; in training the leading one is 0
+    digits: int = 5  # digits of a number in a question; the leading one is 0 but in the family large
+    families: str = "sum2,sum3,sum4,sum5,mul,word"  # to train and validate on; the test split has all nine
     num_train: int = 200000  # examples to train on
     num_val: int = 500  # examples to validate on
-    num_test: int = 1800  # examples to test on; a ninth for each of the six trained and three new families
+    num_test: int = 1800  # examples to test on; a ninth for each of the nine families
     data_seed: int = 0  # seed of the generator
     data_dir: str = "data/cache"  # folder for prepared files
 
     def __post_init__(self):
         if not 3 <= self.digits <= 15:
             raise ValueError(f"digits {self.digits}: give 3 to 15")
+        names = self.families.split(",")
+        for name in names:
+            if name not in FAMILIES or names.count(name) > 1:
+                raise ValueError(f"families {self.families}: {name!r} is unknown or named twice; choose of "
+                                 f"{','.join(FAMILIES)}")
         for name in ("num_train", "num_val", "num_test", "data_seed"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} {getattr(self, name)}: give 0 or more")
@@ -121,7 +126,7 @@ def draw(split, config, taken):
 
     Questions for validation and testing are put into it, so there each comes once.
     """
-    families = TRAINED + UNSEEN if split == "test" else TRAINED
+    families = FAMILIES if split == "test" else config.families.split(",")
     rng, examples = random.Random(f"arith {config.data_seed} {split}"), []
     count = tries = getattr(config, f"num_{split}")
     while len(examples) < count:
@@ -167,5 +172,7 @@ def load(config, prepare=True, saved=None):
     except Exception as error:  # damaged bytes break the reader in any way
         raise ValueError(f"{path} is damaged ({type(error).__name__}); delete it, and it is prepared again") from None
     note = f"arithmetic, numbers of {config.digits} digits, seed {config.data_seed}"
-    means = {"mean of the trained families": TRAINED, "mean of the others": UNSEEN}
+    trained = config.families.split(",")
+    means = {"mean of the trained families": trained,
+             "mean of the others": [name for name in FAMILIES if name not in trained]}
     return PromptData("arith", tokenizer, notes=[note], means=means, **splits)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from data import arith, prompts
-from data.arith import TRAINED, UNSEEN, ArithConfig
+from data.arith import FAMILIES, ArithConfig
 from data.prompts import IGNORE, PromptData, Rows, final_number
 from data.tokenizer import byte_tokenizer
 
@@ -62,7 +62,7 @@ def test_every_answer_is_right_and_in_its_family_s_form(data, split):
                 assert len(numbers) == int(family[-1])
         if "\n" in question:
             assert sorted(re.findall(r"\d+", question)) == sorted(numbers), "the words hold the numbers"
-    assert set(counts) == set(TRAINED if split != "test" else TRAINED + UNSEEN)
+    assert set(counts) == set(FAMILIES if split == "test" else ("sum2", "sum3", "sum4", "sum5", "mul", "word"))
     assert max(counts.values()) - min(counts.values()) <= 1
 
 
@@ -198,3 +198,15 @@ def test_rows_of_a_large_vocabulary_are_uint32():
 def test_examples_show_each_family(data):
     shown = data.examples("test", 1)
     assert len(shown) == 9 and shown[0] == next(texts(data, "test"))[0]
+
+
+def test_families_are_chosen_for_training_and_the_means_follow(folder):
+    config = ArithConfig(families="sum6,wording", num_train=40, num_val=20, num_test=90, data_dir=folder)
+    data = arith.load(config)
+    assert set(data.train.source.tolist()) == set(data.val.source.tolist()) == {"sum6", "wording"}
+    groups = data.groups()
+    assert {name: int(groups[name][0].sum()) for name in FAMILIES} == dict.fromkeys(FAMILIES, 10)
+    assert len(groups["mean of the trained families"]) == 2 and len(groups["mean of the others"]) == 7
+    for families in ("sum6,sum6", "sum7", ""):
+        with pytest.raises(ValueError, match="families .*choose of sum2"):
+            ArithConfig(families=families)

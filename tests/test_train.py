@@ -696,6 +696,109 @@ def test_a_hugging_face_folder_is_sampled_and_tuned_with_its_tokenizer(run, tmp_
     fails(run(*flags, "--sample", "Hello", tiny=False), "tokenizer.json")
 
 
+# ---- branches on a language model
+
+MODR = "--model modr --data arith --num_branches 3 --lora_rank 4 --batch_size 8 --depths 1,4 --eval_interval 20".split()
+
+
+@pytest.fixture
+def branches(lm, run):
+    """As run, for a tiny MoDr on a tiny Huginn that is there already."""
+    assert lm("--max_steps", 3)[0] == 0
+    return lambda *flags: run(*MODR, *flags, tiny=False)
+
+
+def test_branches_go_on_the_newest_huginn_and_are_told_apart(branches, run):
+    code, out, err = branches("--max_steps", 12)
+    assert code == 0, err
+    for words in ("2,400 of them trained", "from out/huginn-arith/best.pt", "share of tokens", "branch_2", "mean of the"):
+        assert words in out, words
+    saved = train.read_checkpoint("out/modr-arith/last.pt")
+    assert saved["model_config"]["base"] == "out/huginn-arith/best.pt" and len(saved["model_config"]["base_hash"]) == 16
+    assert {name.split(".")[-1] for name in saved["model"]} == {"lora_A", "lora_B", "weight", "router_bias"}
+    assert len(saved["optimizers"][0]["state"]) == 5, "two matrices with A and B, and the router"
+    steps = [line for line in log("out/modr-arith") if "loss" in line]
+    assert all(sum(line[f"branch_{j}"] for j in range(3)) == pytest.approx(1) for line in steps)
+    assert all(0 <= line["balance_entropy"] <= 1.0987 for line in steps)
+    code, out, err = run("--model", "modr", "--eval_only", tiny=False)
+    assert code == 0, err
+    assert re.search(r"by what is used +as it is +base +random +branch 0 +branch 1 +branch 2\n", out)
+    code, out, err = run("--model", "modr", "--sample", "012+034=", "--max_new_tokens", 4, tiny=False)
+    assert code == 0 and "6.0 steps each" not in out and "2.0 steps each" in out, err
+
+
+@pytest.mark.parametrize("flags", [["--dtype", "float32"], ["--grad_accum", "4", "--checkpoint_core"],
+                                   ["--routing", "random", "--ema", "0.9"], ["--route_pool", "context"]])
+def test_40_steps_of_branches_equal_20_and_a_resume_to_the_last_bit(branches, run, flags):
+    assert branches(*flags, "--max_steps", 40, "--out_dir", "straight")[0] == 0
+    assert branches(*flags, "--max_steps", 20, "--out_dir", "halves")[0] == 0
+    resume = ["--model", "modr", "--init_from", "resume", "--max_steps", 40, "--out_dir", "halves"]
+    assert run(*resume, tiny=False)[0] == 0
+    straight, halves = (train.read_checkpoint(f"{folder}/last.pt") for folder in ("straight", "halves"))
+    same(straight, halves)
+    bias = straight["model"]["router_bias"]
+    assert bias.any() and bias.abs().max() <= 40 * 0.001 + 1e-6, "one step of the bias per optimizer step"
+
+
+def test_without_a_huginn_one_is_trained_first(run, monkeypatch):
+    for model in ("huginn", "modr"):
+        monkeypatch.setitem(train.RECIPES, (model, "nano"), dict(max_steps=2, batch_size=8, depths="1"))
+    small = ["--n_embd", 32, "--n_head", 2, "--intermediate_size", 48, "--digits", 3, "--num_train", 64, "--num_val", 8,
+             "--num_test", 9]
+    code, out, err = run("--model", "modr", *small, tiny=False)
+    assert code == 0, err
+    assert out.index("no run of one under out") < out.index("huginn on arith") < out.index("modr on arith")
+    assert train.read_checkpoint("out/huginn-arith/last.pt")["model_config"]["n_embd"] == 32
+    assert train.read_checkpoint("out/modr-arith/last.pt")["data_config"]["digits"] == 3
+
+
+def test_stopping_the_huginn_stops_before_the_branches(run, monkeypatch):
+    for model in ("huginn", "modr"):
+        monkeypatch.setitem(train.RECIPES, (model, "nano"), dict(max_steps=9, batch_size=8, depths="1"))
+    on_step(monkeypatch, 3, lambda: os.kill(os.getpid(), signal.SIGINT))
+    small = ["--n_embd", 32, "--n_head", 2, "--intermediate_size", 48, "--digits", 3, "--num_train", 64, "--num_val", 8,
+             "--num_test", 9]
+    code, out, _ = run("--model", "modr", *small, tiny=False)
+    assert code == 0 and "SIGINT: saved at step 3" in out and not os.path.exists("out/modr-arith")
+
+
+def test_branches_keep_to_their_base(branches, lm, run):
+    assert branches("--max_steps", 2)[0] == 0
+    assert lm("--seed", 1, "--max_steps", 2)[0] == 0
+    use = ["--model", "modr", "--sample", "1", "--max_new_tokens", 2]
+    fails(run(*use, "--base", "out/huginn-arith-2/best.pt", tiny=False), "huginn-arith-2/best.pt", "other weights")
+    shutil.move("out/huginn-arith", "moved")
+    fails(run(*use, tiny=False), "out/huginn-arith/best.pt", "needs the Huginn it was trained on")
+    code, _, err = run(*use, "--base", "moved/best.pt", tiny=False)
+    assert code == 0, err
+    code, out, err = branches("--init_from", "out/modr-arith", "--base", "moved/best.pt", "--max_steps", 1)
+    assert code == 0 and "goes to out/modr-arith-2" in out, "a new run from trained branches"
+    fails(branches("--init_from", "moved", "--base", "other.pt"), "other.pt", "init_from")
+    fails(branches("--init_from", "resume", "--out_dir", "moved"), "--model huginn, not modr")
+    fails(run("--model", "huginn", "--init_from", "out/modr-arith", "--max_steps", 1, tiny=False), "--model modr")
+
+
+def test_a_branch_is_exported_as_a_plain_huginn(branches, run):
+    assert branches("--max_steps", 5, "--lr", "1e-1", "--dtype", "float32")[0] == 0
+    use = ["--model", "modr", "--dtype", "float32"]
+    code, out, err = run(*use, "--branch", 1, "--export", "one.pt", tiny=False)
+    assert code == 0 and "36,992 parameters" in out, err
+    fails(run(*use, "--branch", 1, "--export", "one.pt", tiny=False), "one.pt exists")
+    fails(run(*use, "--export", "two.pt", tiny=False), "branch -1", "0 to 2")
+    fails(run(*use, "--branch", 1, "--export", "one.pt/x.pt", tiny=False), "one.pt")
+    fails(run("--model", "huginn", "--export", "two.pt", tiny=False), "huginn has no branches", "modr")
+    fails(run(*use, "--export", "", tiny=False), "--export is empty")
+    asked = ["--sample", "012+034=", "--max_new_tokens", 8]
+    merged = run("--model", "huginn", "--dtype", "float32", "--init_from", "one.pt", *asked, tiny=False)[1]
+    forced = run(*use, "--branch", 1, *asked, tiny=False)[1]
+    shown = [out[out.index("\n012+034="):].rsplit("\n", 3)[0] for out in (merged, forced)]
+    assert shown[0] == shown[1]
+    code, out, err = run("--model", "huginn", "--init_from", "one.pt", "--eval_only", tiny=False)
+    assert code == 0 and "mean of the trained families" in out, err
+    code, out, err = run(*MODR, "--init_from", "one.pt", "--max_steps", 1, "--out_dir", "on", tiny=False)
+    assert code == 0 and "from one.pt" in out, "branches may go on a merged branch"
+
+
 # ---- metrics and solving
 
 
