@@ -149,8 +149,8 @@ RECIPES = {
                               grad_accum=8, grad_clip=1.0, eval_batch_size=8, depths="1,4,8,16,32,64"),
     ("huginn", "paper"): dict(lr=4e-4, warmup_steps=4096, batch_size=4096, grad_accum=4096, grad_clip=1.0,
                               eval_batch_size=1, checkpoint_core=True, depths="1,4,8,16,32,64"),
-    ("modr", "nano"): dict(lr=2e-3, weight_decay=0.0, max_steps=1500, decay_steps=1500, time_limit=15, grad_clip=1.0,
-                           eval_batch_size=400, depths="1,2,3,4,6,12"),
+    ("modr", "nano"): dict(families="sum6,large,wording", lr=5e-3, weight_decay=0.0, max_steps=1000, decay_steps=1000,
+                           time_limit=15, grad_clip=1.0, eval_batch_size=400, depths="1,2,3,4,6,12"),
     ("modr", "small"): dict(lr=5e-4, weight_decay=0.0, max_steps=1500, decay_steps=1500, batch_size=64, grad_accum=4,
                             grad_clip=1.0, eval_batch_size=16, depths="1,4,8,16,32"),
     ("modr", "paper"): dict(lr=1e-4, weight_decay=0.0, max_steps=1500, decay_steps=1500, batch_size=64, grad_accum=16,
@@ -244,7 +244,8 @@ def parse(argv):
         preset = list(presets)[-1] if published else ON_CUDA[known.model] if on_cuda else list(presets)[0]
     if preset not in presets:
         raise UserError(f"--preset {preset}: {known.model} has {', '.join(presets)}; choose one of these")
-    defaults = asdict(presets[preset]) | RECIPES.get((known.model, preset), {})
+    recipe = RECIPES.get((known.model, preset), {})
+    defaults = asdict(presets[preset]) | recipe
     defaults |= {"preset": preset, "model": known.model, "data": known.data}
     if path and os.path.isdir(path):  # published weights of this size are tuned, not trained as they were
         defaults |= TUNING
@@ -252,7 +253,8 @@ def parse(argv):
         with user_errors():
             defaults |= model_class.pretrained_config(path)
         if known.data == saved.get("config", {}).get("data"):
-            defaults |= saved["data_config"]
+            on_base = BASES.get(known.model) == saved["config"]["model"]  # then what is learned is the recipe's choice
+            defaults |= saved["data_config"] | (recipe if on_base else {})
         # else it is a new run, from old weights
         if known.init_from == "resume" or only_uses(known):
             defaults |= {name: value for name, value in saved.get("config", {}).items() if name not in OF_THIS_CALL}
@@ -830,6 +832,7 @@ def train_base(c, model_config, data_config):
     """Train the model that another goes on, by its preset. Returns the signal that stopped it, or None."""
     base, fields = BASES[c.model], {"device": c.device, "dtype": c.dtype, "seed": c.seed} | asdict(data_config)
     fields |= {name: getattr(model_config, name) for name in MODELS[base][1].__dataclass_fields__}
+    fields = {name: value for name, value in fields.items() if name not in RECIPES[c.model, c.preset]}
     print(f"--model {c.model} goes on a trained {base}, and there is no run of one under out (--init_from names one "
           f"elsewhere): training a {c.preset} one first, ten to fifteen minutes for nano on two CPU cores\n", flush=True)
     flags = (word for name, value in fields.items() for word in (f"--{name}", str(value)))

@@ -658,7 +658,7 @@ def test_files_that_are_no_huginn_are_one_line(tmp_path):
     (tmp_path / "x.pt").write_bytes(b"hello")
     fails(tmp_path / "x.pt", "not a readable checkpoint")
     torch.save({"model_config": {"a": 1}}, tmp_path / "y.pt")
-    fails(tmp_path / "y.pt", "no Huginn checkpoint")
+    fails(tmp_path / "y.pt", "no checkpoint of a huginn")
 
 
 # ---- the claim
