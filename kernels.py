@@ -117,7 +117,7 @@ def used_branches(branch, branches):
 def lora_reference(x, W, A, B, branch, scale):
     """x (M, K), W (N, K), A (branches, rank, K), B (branches, N, rank), branch (n,) -> (M, N)."""
     M, n = len(x), max(len(branch), 1)
-    if M // n >= A.shape[1]:  # long sequences: copies of their A_j and B_j are smaller than x and y, and no work is lost
+    if M // n >= A.shape[1]:  # long sequences: a copy of A_j and B_j for each is smaller than x and y, no work is lost
         j = branch.long().clamp(0, len(A) - 1)  # (n,)
         y = (x @ W.mT).view(n, M // n, -1)  # (n, T, N)
         z = torch.bmm(x.reshape(n, M // n, -1), A[j].mT) * scale  # (n, T, rank)

@@ -35,7 +35,7 @@ Shapes: B rows, T tokens, C = n_embd, N = num_branches.
     model.load_state_dict(torch.load("branches.pt"))                          # state_dict() is what was trained alone
     plain = model.merged(2)                                                   # a Huginn with branch 2 in its weights
 
-Size: 4 branches of rank 16 on the published Huginn are 8,131,200 parameters, 0.228 % of the whole (the router 0.0006 %).
+Size: 4 branches of rank 16 on the published Huginn are 8,131,200 parameters, 0.228 % of the whole, the router 0.0006 %.
 The paper's "< 0.2 %" holds for 3 branches (0.171 %), for rank 14, or for the one branch of a text: 0.057 %.
 """
 
@@ -43,7 +43,7 @@ import contextlib
 import hashlib
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -69,7 +69,7 @@ class MoDrConfig(HuginnConfig):
     routing: Literal["router", "random", "base"] = "router"  # who chooses a branch; base = none, the frozen model
     branch: int = -1  # a branch that everything goes through, whatever the router says; -1 = none
     route_pool: Literal["forward", "context"] = "forward"  # tokens that a choice looks at; forward leaks, see the top
-    gate: Literal["preserve", "block", "layer", "off"] = "preserve"  # multiplies the core's output, each layer's, or none
+    gate: Literal["preserve", "block", "layer", "off"] = "preserve"  # multiplies the core's output, each layer's, nothing
     balance_rate: float = 0.001  # step of the balancing bias (paper eta); 0 = no balancing
 
     def __post_init__(self):
@@ -78,9 +78,8 @@ class MoDrConfig(HuginnConfig):
                                    balance_rate=(0, 1), branch=(-1, self.num_branches - 1)).items():
             if not accepted[0] <= getattr(self, name) <= accepted[1]:
                 raise ValueError(f"{name} {getattr(self, name)}: give {accepted[0]} to {accepted[1]:g}")
-        for name, accepted in dict(routing=("router", "random", "base"), route_pool=("forward", "context"),
-                                   gate=("preserve", "block", "layer", "off"),
-                                   base_dtype=("float32", "bfloat16")).items():
+        for name in ("routing", "route_pool", "gate", "base_dtype"):
+            accepted = get_args(self.__dataclass_fields__[name].type)
             if getattr(self, name) not in accepted:
                 raise ValueError(f"{name} {getattr(self, name)!r}: choose {', '.join(accepted)}")
 
@@ -99,8 +98,8 @@ class BranchedLinear(nn.Module):
         (n_out, n_in), N, rank = linear.weight.shape, config.num_branches, config.lora_rank
         self.weight = linear.weight  # (out, in)
         device = linear.weight.device
-        self.lora_A = nn.Parameter(torch.randn(N, rank, n_in, device=device) / math.sqrt(n_in))
-        self.lora_B = nn.Parameter(torch.zeros(N, n_out, rank, device=device))
+        self.lora_A = nn.Parameter(torch.randn(N, rank, n_in, device=device) / math.sqrt(n_in))  # (N, rank, in)
+        self.lora_B = nn.Parameter(torch.zeros(N, n_out, rank, device=device))  # (N, out, rank)
         self.scale, self.branch = config.lora_alpha / rank, None
 
     def forward(self, x):
@@ -124,7 +123,7 @@ def running_mean(u, cache=None):
     if cache.scores is None:
         cache.scores = u.new_zeros(len(u), cache.k.shape[3], u.shape[2])
     cache.scores[cache.rows, cache.positions] = u.detach()  # at their positions, as keys and values: see KVCache
-    sums = cache.scores[:, : cache.length].cumsum(dim=1)
+    sums = cache.scores[:, : cache.length].cumsum(dim=1)  # (B, S, N)
     return sums[cache.rows, cache.positions] / (cache.positions + 1)[..., None]
 
 
@@ -168,7 +167,7 @@ class MoDr(Huginn):
         """To another device or dtype; but the bias stays float32, as in bfloat16 0.5 + 0.001 is 0.5."""
         bias = self.router_bias
         super()._apply(fn, recurse)
-        self.router_bias = bias.to(self.router_bias.device)
+        self.router_bias = self.router_bias.float() if bias.is_meta else bias.to(self.router_bias.device)
         return self
 
     def branched(self):
@@ -176,6 +175,16 @@ class MoDr(Huginn):
         return [linear for block in self.core_block for linear in (block.attn.Wqkv, block.attn.proj)]
 
     # ---- routing
+
+    def ratings(self, s, e, cache=None, is_token=None, causal=False):
+        """r (B, 1, N), a text's, or (B, T, N), its tokens', float32 from 0 to 1; arguments as for route."""
+        h = self.adapter(torch.cat([s, e], dim=-1)).float()  # (B, T, C)
+        with torch.autocast(s.device.type, enabled=False):  # in float32: what decides is small differences
+            u = F.linear(h, self.router.weight.float())  # (B, T, N)
+        if causal or self.config.route_pool == "context":
+            return running_mean(u, cache).sigmoid()
+        weight = torch.ones_like(u[..., :1]) if is_token is None else is_token[..., None].float()  # (B, T, 1)
+        return ((u * weight).sum(dim=1, keepdim=True) / weight.sum(dim=1, keepdim=True)).sigmoid()
 
     def route(self, s, e, cache=None, is_token=None, causal=False):
         """The branch and gate of each text, or of each token, from s, the state its loop starts from, and e (B, T, C).
@@ -188,15 +197,7 @@ class MoDr(Huginn):
             return Route(None, None)
         if self.router is None:
             return Route(torch.zeros(B, 1, dtype=torch.long, device=s.device), None)
-        h = self.adapter(torch.cat([s, e], dim=-1)).float()
-        with torch.autocast(s.device.type, enabled=False):  # in float32: what decides is small differences
-            u = self.router(h)  # (B, T, N)
-        if causal or c.route_pool == "context":
-            u = running_mean(u, cache)
-        else:
-            weight = torch.ones_like(u[..., :1]) if is_token is None else is_token[..., None].float()  # (B, T, 1)
-            u = (u * weight).sum(dim=1, keepdim=True) / weight.sum(dim=1, keepdim=True)  # (B, 1, N)
-        r = u.sigmoid()
+        r = self.ratings(s, e, cache, is_token, causal)
         if c.branch >= 0:
             branch = torch.full(r.shape[:2], c.branch, device=r.device)
         elif c.routing == "random":
@@ -288,10 +289,12 @@ class MoDr(Huginn):
         routed = self.router is not None
         changes = {"base": dict(routing="base")} | ({"random": dict(routing="random", branch=-1)} if routed else {})
         changes |= {f"branch {j}": dict(branch=j) for j in range(kept.num_branches) if routed}
-        for title, change in changes.items():
-            self.config = replace(kept, **change)
-            yield title
-        self.config = kept
+        try:
+            for title, change in changes.items():
+                self.config = replace(kept, **change)
+                yield title
+        finally:
+            self.config = kept
 
     def merged(self, branch):
         """A plain Huginn with the updates of a branch in its weights; ValueError where a gate would be lost."""

@@ -834,7 +834,7 @@ def train_base(c, model_config, data_config):
     fields |= {name: getattr(model_config, name) for name in MODELS[base][1].__dataclass_fields__}
     fields = {name: value for name, value in fields.items() if name not in RECIPES[c.model, c.preset]}
     print(f"--model {c.model} goes on a trained {base}, and there is no run of one under out (--init_from names one "
-          f"elsewhere): training a {c.preset} one first, ten to fifteen minutes for nano on two CPU cores\n", flush=True)
+          f"elsewhere): training a {c.preset} one first, for nano ten to fifteen minutes on two cores\n", flush=True)
     flags = (word for name, value in fields.items() for word in (f"--{name}", str(value)))
     return run(["--model", base, "--data", c.data, "--preset", c.preset, *flags])
 

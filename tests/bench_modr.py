@@ -56,8 +56,8 @@ def main():
     batch = {"inputs": tokens, "labels": tokens}
     steps = (config.mean_recurrence + 1 - config.mean_backprop_depth, config.mean_backprop_depth)
     optimizers = {name: model.configure_optimizers(1e-3, 0.0, (0.9, 0.95))[0] for name, model in names.items()}
-    print(f"{a.preset}, {a.batch_size} x {a.tokens} tokens, steps {steps}, {a.dtype}, {torch.get_num_threads()} threads, "
-          f"torch {torch.__version__}")
+    print(f"{a.preset}, {a.batch_size} x {a.tokens} tokens, steps {steps}, {a.dtype}, {torch.get_num_threads()} "
+          f"threads, torch {torch.__version__}")
     for what, call in (("forward", forward), ("training step", train)):
         seconds = {name: [] for name in names}
         for turn in range(a.repeats + 2):  # the first two warm up

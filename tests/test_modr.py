@@ -523,7 +523,8 @@ def fails(call, *words):
 @pytest.mark.parametrize("fields, words", [
     ({"num_branches": 0}, "num_branches 0"), ({"lora_rank": 0}, "lora_rank 0"), ({"branch": 4}, "branch 4"),
     ({"gate": "often"}, "often"), ({"route_pool": "all"}, "context"), ({"routing": "x"}, "random"),
-    ({"balance_rate": -1}, "balance_rate"), ({"n_embd": 30}, "n_embd 30"), ({"lora_alpha": math.nan}, "lora_alpha nan")])
+    ({"balance_rate": -1}, "balance_rate"), ({"n_embd": 30}, "n_embd 30"),
+    ({"lora_alpha": math.nan}, "lora_alpha nan")])
 def test_mistakes_are_one_line(fields, words):
     fails(lambda: MoDrConfig(**vars(TINY) | fields), words)
 
@@ -539,7 +540,7 @@ def test_files_that_are_neither_are_one_line(tmp_path):
 
 
 def test_branches_learn_what_the_frozen_model_does_not_know():
-    """A base that copies tokens learns to shift them by one, by its branches alone; the loss falls well below its own."""
+    """A base that copies tokens learns to shift them by one, by its branches alone; the loss falls to half of its."""
     torch.manual_seed(0)
     frozen = Huginn(dataclasses.replace(TINY, vocab_size=12, mean_recurrence=2, mean_backprop_depth=2))
     torch.manual_seed(0)
