@@ -69,7 +69,7 @@ class MoDrConfig(HuginnConfig):
     routing: Literal["router", "random", "base"] = "router"  # who chooses a branch; base = none, the frozen model
     branch: int = -1  # a branch that everything goes through, whatever the router says; -1 = none
     route_pool: Literal["forward", "context"] = "forward"  # tokens that a choice looks at; forward leaks, see the top
-    gate: Literal["preserve", "block", "layer", "off"] = "preserve"  # multiplies the core's output, each layer's, nothing
+    gate: Literal["preserve", "block", "layer", "off"] = "preserve"  # multiplies the core's output, its layers', nothing
     balance_rate: float = 0.001  # step of the balancing bias (paper eta); 0 = no balancing
 
     def __post_init__(self):
@@ -148,6 +148,7 @@ class MoDr(Huginn):
         self.router = nn.Linear(config.n_embd, N, bias=False, device=device) if N > 1 else None
         if self.router is not None:
             nn.init.normal_(self.router.weight, std=config.n_embd**-0.5)
+            self.bar = (*self.bar, "balance_entropy")
         self.register_buffer("router_bias", torch.zeros(N, device=device))
         self.counts = None  # (N,) of the last training forward: what each branch got
         self.written = None  # while answers are written: the branch of every token, a list of (B, T) long
@@ -253,7 +254,9 @@ class MoDr(Huginn):
         return {"balance_entropy": (torch.special.entr(c / c.sum()).sum(), 1)}
 
     def configure_optimizers(self, lr, weight_decay, betas):
-        """[AdamW] over branches and router alone."""
+        """[AdamW] over branches and router alone; ValueError if the forward pass does not use them."""
+        if self.config.routing == "base":
+            raise ValueError("routing base is the frozen model: there is nothing to train; give router or random")
         trained = [p for p in self.parameters() if p.requires_grad]
         return [torch.optim.AdamW(trained, lr=lr, weight_decay=weight_decay, betas=betas, eps=1e-8, fused=True)]
 

@@ -535,7 +535,8 @@ class Trainer:
         self.configs, self.model, self.data, self.machine, self.folder = configs, model, data, machine, folder
         c, self.use = configs[0], configs[2]
         self.c = c
-        self.optimizers = model.configure_optimizers(c.lr, c.weight_decay, (c.beta1, c.beta2))
+        with user_errors():
+            self.optimizers = model.configure_optimizers(c.lr, c.weight_decay, (c.beta1, c.beta2))
         self.base_lr = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
         self.averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(c.ema)) if c.ema else None
         self.scored = self.averaged.module if c.ema else model  # the weights that count

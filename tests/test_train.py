@@ -724,7 +724,34 @@ def test_branches_go_on_the_newest_huginn_and_are_told_apart(branches, run):
     assert code == 0, err
     assert re.search(r"by what is used +as it is +base +random +branch 0 +branch 1 +branch 2\n", out)
     code, out, err = run("--model", "modr", "--sample", "012+034=", "--max_new_tokens", 4, tiny=False)
-    assert code == 0 and "6.0 steps each" not in out and "2.0 steps each" in out, err
+    assert code == 0 and "2.0 steps each" in out, err
+    fails(branches("--routing", "base", "--max_steps", 1), "routing base", "nothing to train")
+    assert branches("--num_branches", 1, "--max_steps", 1)[0] == 0, "one branch has no router and no balance"
+
+
+def test_word_problems_are_told_by_set_mean_and_branch(run, tmp_path):
+    """In distribution, out of distribution, averages, with and without the overlap, and the share of each branch."""
+    def write(name, count, first):
+        rows = ({"question": f"Ann has {n} nuts and gets {n + 1} .", "answer": str(2 * n + 1)}
+                for n in range(first, first + count))
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+    write("mawps.train.jsonl", 40, 0)
+    for i, name in enumerate(("mawps", "multiarith", "addsub", "singleeq", "svamp")):
+        write(f"{name}.test.jsonl", 4, 38 + 10 * i)
+    flags = ["--data", "math", "--data_file", tmp_path, "--train_sets", "mawps", "--num_val", 8, "--depths", 2,
+             "--test_sets", "mawps,multiarith,addsub,singleeq,svamp", "--max_new_tokens", 4]
+    small = "--n_embd 32 --n_head 2 --intermediate_size 48 --mean_recurrence 2".split()
+    assert run("--model", "huginn", *small, *flags, "--max_steps", 2, tiny=False)[0] == 0
+    code, out, err = run("--model", "modr", *flags, "--num_branches", 2, "--max_steps", 2, tiny=False)
+    assert code == 0, err
+    code, out, err = run("--model", "modr", "--data", "math", "--eval_only", tiny=False)
+    assert code == 0, err
+    for table in ("exact_accuracy at depth", "share of tokens", "by what is used"):
+        part = out[out.index(table):]
+        for label in ("mawps (4)", "svamp (4)", "mean in distribution (4)", "mean out of distribution (12)",
+                      "mean of the six (16)", "mawps, not in training (2)"):
+            assert label in part, (table, label)
 
 
 @pytest.mark.parametrize("flags", [["--dtype", "float32"], ["--grad_accum", "4", "--checkpoint_core"],
