@@ -69,7 +69,7 @@ class MoDrConfig(HuginnConfig):
     routing: Literal["router", "random", "base"] = "router"  # who chooses a branch; base = none, the frozen model
     branch: int = -1  # a branch that everything goes through, whatever the router says; -1 = none
     route_pool: Literal["forward", "context"] = "forward"  # tokens that a choice looks at; forward leaks, see the top
-    gate: Literal["preserve", "block", "layer", "off"] = "preserve"  # multiplies the core's output, its layers', nothing
+    gate: Literal["preserve", "block", "layer", "off"] = "preserve"  # multiplies the core's output, its layers
     balance_rate: float = 0.001  # step of the balancing bias (paper eta); 0 = no balancing
 
     def __post_init__(self):
@@ -178,14 +178,14 @@ class MoDr(Huginn):
     # ---- routing
 
     def ratings(self, s, e, cache=None, is_token=None, causal=False):
-        """r (B, 1, N), a text's, or (B, T, N), its tokens', float32 from 0 to 1; arguments as for route."""
+        """log r (B, 1, N), a text's, or (B, T, N), its tokens', float32; arguments as for route."""
         h = self.adapter(torch.cat([s, e], dim=-1)).float()  # (B, T, C)
         with torch.autocast(s.device.type, enabled=False):  # in float32: what decides is small differences
             u = F.linear(h, self.router.weight.float())  # (B, T, N)
         if causal or self.config.route_pool == "context":
-            return running_mean(u, cache).sigmoid()
+            return F.logsigmoid(running_mean(u, cache))
         weight = torch.ones_like(u[..., :1]) if is_token is None else is_token[..., None].float()  # (B, T, 1)
-        return ((u * weight).sum(dim=1, keepdim=True) / weight.sum(dim=1, keepdim=True)).sigmoid()
+        return F.logsigmoid((u * weight).sum(dim=1, keepdim=True) / weight.sum(dim=1, keepdim=True))
 
     def route(self, s, e, cache=None, is_token=None, causal=False):
         """The branch and gate of each text, or of each token, from s, the state its loop starts from, and e (B, T, C).
@@ -198,7 +198,8 @@ class MoDr(Huginn):
             return Route(None, None)
         if self.router is None:
             return Route(torch.zeros(B, 1, dtype=torch.long, device=s.device), None)
-        r = self.ratings(s, e, cache, is_token, causal)
+        log_r = self.ratings(s, e, cache, is_token, causal)
+        r = log_r.exp()  # (B, 1 or T, N), from 0 to 1
         if c.branch >= 0:
             branch = torch.full(r.shape[:2], c.branch, device=r.device)
         elif c.routing == "random":
@@ -211,9 +212,11 @@ class MoDr(Huginn):
             self.counts = (chosen * is_token[..., None] if per_token else chosen).sum(dim=(0, 1))
         if self.written is not None:
             self.written.append(branch.expand(B, T))
-        gate = r.gather(-1, branch[..., None])  # (B, 1 or T, 1)
-        if c.gate == "preserve":
-            gate = gate / gate.detach() if gate.requires_grad else None
+        log_gate = log_r.gather(-1, branch[..., None])  # (B, 1 or T, 1)
+        if c.gate == "preserve":  # gate / gate.detach(), in logarithms: a gate may be so small that it is 0
+            gate = (log_gate - log_gate.detach()).exp() if log_gate.requires_grad else None
+        else:
+            gate = log_gate.exp()
         return Route(branch, None if c.gate == "off" else gate)
 
     def think(self, s, e, rotary, cache=None, step=0, route=None):

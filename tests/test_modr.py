@@ -183,6 +183,19 @@ def test_the_router_learns_and_branches_without_texts_get_zeros(gate):
         assert linear.lora_B.grad[1].abs().sum() > 0 and not linear.lora_B.grad[[0, 2]].any()
 
 
+@pytest.mark.parametrize("pool", ["forward", "context"])
+def test_a_gate_that_is_0_in_float32_gives_no_nan(pool):
+    model, _ = tiny(route_pool=pool)
+    with torch.no_grad():
+        model.router.weight.copy_(-1e4 * model.adapter(torch.cat([state_like(1, 1)] * 2, dim=-1))[0])  # u = -1e4 |h|^2
+    tokens = tokens_like(1, 1)
+    state = state_like(1, 1)
+    route = model.route(state, state)
+    assert route.gate.item() == 1 and model.ratings(state, state).exp().max() == 0
+    model(tokens, tokens, state=state)[1].backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
 def test_sizes_are_those_of_the_docstring():
     with torch.device("meta"):
         counts = {name: [sum(p.numel() for p in MoDr(config).parameters() if p.requires_grad or every)
