@@ -103,10 +103,15 @@ def offset(index, stride):
 # branch each need no stack in PyTorch: a batched product takes each one's own matrices.
 
 
-def chosen_columns(branch, M, branches, rank):
-    """Which of the R stacked columns belong to a row's branch. branch (n,), n divides M -> (M, R) bool."""
-    j = branch.repeat_interleave(M // max(len(branch), 1))  # (M,)
-    return j[:, None] == torch.arange(branches, device=branch.device).repeat_interleave(rank)
+def own_columns(z, branch, branches, unknown=0.0):
+    """z (M, R), 0 where a stacked column is of another branch than the row's. branch (n,), n divides M -> (M, R).
+
+    A row whose branch does not exist is `unknown`.
+    """
+    j = branch.repeat_interleave(len(z) // max(len(branch), 1))  # (M,)
+    own = j[:, None] == torch.arange(branches, device=branch.device)  # (M, branches)
+    other = z.new_zeros(len(z)).masked_fill_(~own.any(dim=1), unknown)  # (M,)
+    return z.unflatten(1, (branches, -1)).where(own[..., None], other[:, None, None]).flatten(1)
 
 
 def used_branches(branch, branches):
@@ -122,10 +127,8 @@ def lora_reference(x, W, A, B, branch, scale):
         y = (x @ W.mT).view(n, M // n, -1)  # (n, T, N)
         z = torch.bmm(x.reshape(n, M // n, -1), A[j].mT) * scale  # (n, T, rank)
         return y.baddbmm_(z.masked_fill((j != branch)[:, None, None], math.nan), B[j].mT).view(M, -1)
-    chosen = chosen_columns(branch, len(x), *A.shape[:2])  # (M, R)
-    z = x @ A.flatten(0, 1).mT * scale  # (M, R)
-    known = chosen.any(dim=1, keepdim=True)  # a branch that does not exist gives NaN, not silently the base model
-    z = z.where(chosen, torch.zeros_like(z).masked_fill(~known, math.nan))
+    # a branch that does not exist gives NaN, not silently the base model
+    z = own_columns(x @ A.flatten(0, 1).mT * scale, branch, len(A), unknown=math.nan)  # (M, R)
     B = B.where(used_branches(branch, len(B))[:, None, None], 0)
     stacked = B.transpose(0, 1).flatten(1)  # (N, R)
     return (x @ W.mT).addmm_(z, stacked.mT)
@@ -303,10 +306,9 @@ def lora_grads_op(dy: Tensor, x: Tensor, A: Tensor, B: Tensor, branch: Tensor, s
     """
     with torch.autocast(x.device.type, enabled=False):
         (branches, rank, K), N = A.shape, dy.shape[1]
-        chosen = chosen_columns(branch, len(x), branches, rank)  # (M, R)
         used = used_branches(branch, branches)[:, None, None]  # without rows: zeros, also where x or dy hold NaN
-        u = (dy @ B.transpose(0, 1).flatten(1)).where(chosen, 0) * scale  # (M, R)
-        z = (x @ A.flatten(0, 1).mT).where(chosen, 0) * scale  # (M, R)
+        u = own_columns(dy @ B.transpose(0, 1).flatten(1) * scale, branch, branches)  # (M, R)
+        z = own_columns(x @ A.flatten(0, 1).mT * scale, branch, branches)  # (M, R)
         dA = (u.mT @ x).view(branches, rank, K).where(used, 0)
         dB = (z.mT @ dy).view(branches, rank, N).where(used, 0)
         return dA, dB.mT.contiguous()

@@ -14,14 +14,14 @@ Only A, B and router are trained. The bias keeps branches in use without a loss:
 
     router_bias += balance_rate * sign(mean(c) - c)         c: texts (or tokens) that each branch got, on all ranks
 
-**One way of pooling leaks the future.** `route_pool` says which tokens the mean is over:
+**The published way of pooling leaks the future.** `route_pool` says which tokens the mean is over:
 
     forward   all tokens of this forward pass, as published. In training, and within a prompt, there is one decision for
               the whole text, which has seen its end: logits of earlier tokens depend on later ones.
-    context   the tokens so far: a running mean and a decision for each token. Nothing leaks.
+    context   the tokens so far: a running mean and a decision for each token. Nothing leaks. The default.
 
 A loss in evaluation is always measured with `context`, or the leak would count as skill. Decoding routes each new token
-anew in both ways: from that token alone, or from all tokens so far.
+anew in both ways: from that token alone, as no forward pass in training did, or from all tokens so far, as in training.
 
 What the paper leaves open is settled as follows. Where the gate multiplies is `gate`; by default its value is divided
 out, gate / gate.detach(), so that a router at sigmoid(0) = 1/2 does not halve the state that the frozen core was
@@ -68,14 +68,15 @@ class MoDrConfig(HuginnConfig):
     # routing
     routing: Literal["router", "random", "base"] = "router"  # who chooses a branch; base = none, the frozen model
     branch: int = -1  # a branch that everything goes through, whatever the router says; -1 = none
-    route_pool: Literal["forward", "context"] = "forward"  # tokens that a choice looks at; forward leaks, see the top
+    route_pool: Literal["context", "forward"] = "context"  # tokens that a choice looks at; forward leaks, see the top
     gate: Literal["preserve", "block", "layer", "off"] = "preserve"  # multiplies the core's output, its layers
     balance_rate: float = 0.001  # step of the balancing bias (paper eta); 0 = no balancing
+    router_lr: float = 0.1  # learning rate of the router, as a multiple of the branches'
 
     def __post_init__(self):
         super().__post_init__()
         for name, accepted in dict(num_branches=(1, 256), lora_rank=(1, 4096), lora_alpha=(0, 1e6),
-                                   balance_rate=(0, 1), branch=(-1, self.num_branches - 1)).items():
+                                   balance_rate=(0, 1), router_lr=(0, 1e3), branch=(-1, self.num_branches - 1)).items():
             if not accepted[0] <= getattr(self, name) <= accepted[1]:
                 raise ValueError(f"{name} {getattr(self, name)}: give {accepted[0]} to {accepted[1]:g}")
         for name in ("routing", "route_pool", "gate", "base_dtype"):
@@ -257,11 +258,17 @@ class MoDr(Huginn):
         return {"balance_entropy": (torch.special.entr(c / c.sum()).sum(), 1)}
 
     def configure_optimizers(self, lr, weight_decay, betas):
-        """[AdamW] over branches and router alone; ValueError if the forward pass does not use them."""
+        """[AdamW] over branches and router alone; ValueError if the forward pass does not use them.
+
+        The router learns more slowly: at the branches' rate its scores soon saturate, and what is all 0 or all 1 leaves
+        the choice to the balancing bias, which knows nothing of the text.
+        """
         if self.config.routing == "base":
             raise ValueError("routing base is the frozen model: there is nothing to train; give router or random")
-        trained = [p for p in self.parameters() if p.requires_grad]
-        return [torch.optim.AdamW(trained, lr=lr, weight_decay=weight_decay, betas=betas, eps=1e-8, fused=True)]
+        router = [] if self.router is None else [self.router.weight]
+        branches = [p for linear in self.branched() for p in (linear.lora_A, linear.lora_B)]
+        groups = [dict(params=branches, lr=lr), dict(params=router, lr=lr * self.config.router_lr)]
+        return [torch.optim.AdamW(groups, weight_decay=weight_decay, betas=betas, eps=1e-8, fused=True)]
 
     def flops(self, shape, without, with_grad):
         """As in Huginn. Backward a frozen matrix costs 2 per weight and token, for its input alone; an update 6."""
