@@ -755,7 +755,7 @@ def test_word_problems_are_told_by_set_mean_and_branch(run, tmp_path):
 
 
 @pytest.mark.parametrize("flags", [["--dtype", "float32"], ["--grad_accum", "4", "--checkpoint_core"],
-                                   ["--routing", "random", "--ema", "0.9"], ["--route_pool", "context"]])
+                                   ["--routing", "random", "--ema", "0.9"], ["--route_pool", "forward"]])
 def test_40_steps_of_branches_equal_20_and_a_resume_to_the_last_bit(branches, run, flags):
     assert branches(*flags, "--max_steps", 40, "--out_dir", "straight")[0] == 0
     assert branches(*flags, "--max_steps", 20, "--out_dir", "halves")[0] == 0
