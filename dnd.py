@@ -84,6 +84,7 @@ class DNDConfig:
     nested_positions: Literal["compact", "original"] = "compact"  # rotary positions in it: 0, 1, ... or the text's
     k_target: float = 0.2  # share of the tokens to select
     beta_init: float = 0.1  # where beta starts
+    tau_init: float = 0.5  # where tau starts; without alpha it must be below the 1/2 that all scores start at
     # what holds the selection; see the top of dnd.py
     lambda_sd: float = 1e-3  # weight of L_sd, which spreads the scores
     lambda_dp: float = 1e-3  # weight of L_dp, which draws them to 1/2
@@ -94,7 +95,7 @@ class DNDConfig:
     checkpoint_layers: bool = False  # recompute every layer in the backward pass: less memory, more time
 
     def __post_init__(self):
-        limits = dict(k_target=(0, 1), beta_init=(-10, 10), rope_base=(1, 1e12), rms_norm_eps=(0, 1), alpha=(0, 1),
+        limits = dict(k_target=(0, 1), beta_init=(-10, 10), tau_init=(-1, 2), rope_base=(1, 1e12), rms_norm_eps=(0, 1), alpha=(0, 1),
                       gamma=(0, 1), lambda_sd=(0, 1e6), lambda_dp=(0, 1e6), lambda_z=(0, 1e6), num_experts=(0, 2**16),
                       nested_first=(-1, 2**16), nested_last=(-1, 2**16))
         for name, field in DNDConfig.__dataclass_fields__.items():
@@ -180,23 +181,23 @@ def rotate_halves(x, rotary):
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 
 
-def later(positions, n_keys, dtype):
+def causal_mask(positions, n_keys, dtype):
     """What is added to scores so that queries at positions (B, T) see keys 0 to their own -> (B, 1, T, n_keys)."""
     hidden = (torch.arange(n_keys, device=positions.device) > positions[..., None])[:, None]
     return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -torch.inf)
 
 
 def causal_attention(q, k, v, mask=None):
-    """q (B, T, nh, hd), k, v (B, S, G, hd) -> (B, T, nh, hd). mask as `later` makes it; None: S = T, each sees up to
+    """q (B, T, nh, hd), k, v (B, S, G, hd) -> (B, T, nh, hd). mask as `causal_mask` makes it; None: S = T, each sees up to
     itself."""
     (B, T, nh, hd), (S, G) = q.shape, k.shape[1:3]
     q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, nh or G, T or S, hd)
     if q.device.type == "cpu" and q.dtype == torch.bfloat16 and T * S <= 128**2:
         # for short texts the backward pass of SDPA is four to eight times slower than this one
         mask = torch.full((T, T), -torch.inf, dtype=q.dtype).triu(1) if mask is None else mask[:, :, None]
-        q = (q * hd**-0.5).reshape(B, G, -1, hd)  # heads that share keys become more queries: (B, G, nh/G * T, hd)
-        scores = (q @ k.mT).view(B, G, -1, T, S) + mask
-        y = (scores.softmax(dim=-1).view(B, G, -1, S) @ v).view(B, nh, T, hd)
+        q = (q * hd**-0.5).reshape(B, G, nh // G * T, hd)  # heads that share keys become more queries
+        scores = (q @ k.mT).view(B, G, nh // G, T, S) + mask
+        y = (scores.softmax(dim=-1).view(B, G, nh // G * T, S) @ v).view(B, nh, T, hd)
     else:
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=G != nh)
     return y.transpose(1, 2)
@@ -263,7 +264,7 @@ class Experts(nn.Module):
         gate, up = F.grouped_mm(rows, self.gate_up_proj.to(x.dtype).mT, offs=ends).chunk(2, dim=-1)
         rows = F.grouped_mm(F.silu(gate) * up, self.down_proj.to(x.dtype).mT, offs=ends)
         back = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
-        return (rows[back].view(*weight.shape, -1) * weight[..., None].to(x.dtype)).sum(dim=-2)
+        return (rows[back].view(*weight.shape, x.shape[-1]) * weight[..., None].to(x.dtype)).sum(dim=-2)
 
 
 class Layer(nn.Module):
@@ -291,8 +292,9 @@ class Packed:
     cu_seqlens (B + 1,) int32 says where each text's begin. before (B,): how many a cache holds of each already.
     """
 
-    def __init__(self, n_rows, cu_seqlens, before):
+    def __init__(self, n_rows, cu_seqlens, before=None):
         lengths = cu_seqlens.diff()  # (B,)
+        before = torch.zeros_like(lengths) if before is None else before
         self.cu_seqlens, self.lengths = cu_seqlens, lengths
         self.row = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths,
                                            output_size=n_rows)  # (k,) the text of each
@@ -322,8 +324,8 @@ class Nesting(nn.Module):
         n, self.config = len(config.nested), config
         self.router = nn.Parameter(torch.zeros(n, config.n_embd))
         self.beta = nn.Parameter(torch.full((n,), float(config.beta_init)))
-        self.register_buffer("tau", torch.full((n,), 0.5))
-        self.register_buffer("boundaries", torch.full((config.sync_interval, n), 0.5))  # of the last steps, in turn
+        self.register_buffer("tau", torch.full((n,), float(config.tau_init)))
+        self.register_buffer("boundaries", torch.zeros(config.sync_interval, n))  # of the last steps, in turn
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))  # optimizer steps so far
 
     def _apply(self, fn, recurse=True):
@@ -414,7 +416,7 @@ class KVCache:
         """Announce the tokens of a forward pass by their positions (B, T); each attends to positions up to its own."""
         self.length = max(self.length, int(positions.max()) + 1)
         self.positions, self.rows = positions, torch.arange(len(positions), device=positions.device)[:, None]  # (B, 1)
-        self.mask = later(positions, self.length, self.kv.dtype)
+        self.mask = causal_mask(positions, self.length, self.kv.dtype)
 
     def attend(self, layer, q, k, v):
         """Store k, v (B, T, G, hd) of the announced tokens; q (B, T, nh, hd) sees all so far -> (B, T, nh, hd)."""
@@ -431,7 +433,7 @@ class KVCache:
             store[packed.row, packed.place] = new.detach()
         self.counts[j] += packed.lengths
         keys, values = self.nested[j][:, :, : packed.longest]
-        mask = later(packed.pad(packed.place), packed.longest, keys.dtype)
+        mask = causal_mask(packed.pad(packed.place), packed.longest, keys.dtype)
         return causal_attention(packed.pad(q), keys, values, mask)[packed.row, packed.index]
 
 
@@ -543,7 +545,7 @@ class DND(nn.Module):
         x_s, cu_seqlens, column = pack(x_v, selected)  # (k, C), (B + 1,), (k,)
         if not len(x_s) and not torch.is_grad_enabled():
             return x_v
-        packed = Packed(len(x_s), cu_seqlens, torch.zeros_like(cu_seqlens[1:]) if cache is None else cache.counts[j])
+        packed = Packed(len(x_s), cu_seqlens, None if cache is None else cache.counts[j])
         compact = self.config.nested_positions == "compact"
         rotary = self.rotary(packed.place if compact else positions[packed.row, column])  # (k, 2, hd/2)
         x_d = layer(x_s, rotary, packed.attend if cache is None else partial(cache.attend_nested, j, packed))
@@ -682,8 +684,8 @@ class DND(nn.Module):
         """Score rows at depths 1, the plain Qwen3, and 2, with the nested passes (default [2]). batches: as for step.
 
         Returns depth -> name -> (N,) float tensor on the CPU, a value per row in order. loss: the mean over the row's
-        labelled tokens. With nested layers, at depth 2, selected: the share of the row's tokens that were selected,
-        mean over the layers. With `grade` and batches that hold prompt_lengths (B,), first of all exact_accuracy: the
+        labelled tokens. selected, of a model with nested layers: the share of the row's tokens that were selected, mean
+        over those layers. With `grade` and batches that hold prompt_lengths (B,), first of all exact_accuracy: the
         rows' first tokens are continued, by default greedily, options as in stream, and grade(labels (B, T), list of B
         lists of new ids) -> (B,) says which answers are right; an answer may be twice as long as the longest label.
         """
@@ -704,7 +706,7 @@ class DND(nn.Module):
         return {"exact_accuracy": grade(batch["labels"].cpu(), answers)}
 
     def _losses(self, batch, depth):
-        """loss (B,) and, if there is a choice, selected (B,) of each row."""
+        """loss (B,) and, with nested layers, selected (B,) of each row."""
         labels, trace = batch["labels"], []
         scored = labels != IGNORE
         is_token = scored.flip(1).cumsum(dim=1).flip(1) > 0
@@ -712,9 +714,9 @@ class DND(nn.Module):
         loss = F.cross_entropy(self.head(hidden[scored]).float(), labels[scored], reduction="none")  # (scored tokens,)
         total = torch.zeros(len(labels), device=labels.device).index_add_(0, scored.nonzero()[:, 0], loss)  # (B,)
         named = {"loss": total / scored.sum(dim=1).clamp(min=1)}
-        if trace:
-            counts = torch.stack([selected for selected, _ in trace]).sum(dim=(0, 2))  # (B,)
-            named["selected"] = counts / (len(trace) * is_token.sum(dim=1).clamp(min=1))
+        if self.nesting is not None:
+            counts = sum((selected.sum(dim=1) for selected, _ in trace), torch.zeros_like(total))  # (B,)
+            named["selected"] = counts / (len(self.config.nested) * is_token.sum(dim=1).clamp(min=1))
         return named
 
     # ---- checkpoints
