@@ -9,28 +9,36 @@ In the layers nested_first .. nested_last of a trained Qwen3, dense or MoE, each
     x    = beta p x_d + (1 - beta p) x_v  if p > tau,  x_v  if not          beta is learned
 
 Each token is chosen by its own score, and the chosen ones see only those before them, so nothing leaks from the
-future. Trained is all of it, with
+future. All of it is trained, with
 
     loss = CE + lambda_sd L_sd + lambda_dp L_dp
     L_sd = -sum q log q,  q = p / sum p of a text       minimised: scores spread, some above tau and most below
     L_dp = mean (p - 1/2)^2                             scores stay where the sigmoid responds
 
-while tau follows the share of tokens it lets pass, a number per nested layer, fixed after training:
+while tau, a number per nested layer, follows the share of the tokens that it lets pass, and is fixed after training:
 
     tau += alpha (ratio - k_target)                     after every optimizer step
     tau  = (1 - gamma) tau + gamma tau_bar              after every sync_interval of them
 
-with tau_bar the mean, over the batches since the last time, of the score below the k_target highest of a batch. At the
-start all scores are equal and nothing passes; the first update then puts tau below 1/2, everything passes, and the
-loss tells the router who needed it.
+with tau_bar the mean, over the steps since the last time, of the highest score that is not among the k_target highest.
+At the start all scores are equal and nothing passes. The first update puts tau below 1/2, everything passes, CE tells
+the router who gained by it, and scores part.
 
 Shapes: B rows, T tokens, C = n_embd, nh = n_head, G = n_kv_head, hd = head_dim, V = vocab_size, E = num_experts, L
-nested layers, k tokens that are selected, of all rows.
+nested layers, k selected tokens of all rows together.
 
     model = DND.load_pretrained("Qwen3-1.7B", nested_first=4, nested_last=23)   # a Hugging Face folder
     logits, loss = model(tokens, targets)               # (B, T, V), CE; targets are the tokens shifted by one
     model(tokens, depth=1)                              # the plain Qwen3: nobody passes twice
+    model(tokens, trace=(trace := []))                  # also who was selected, and p, of each nested layer
     model.generate([[72, 105]], max_new_tokens=20, temperature=0.0)
+
+No code was published. What the paper leaves open is settled as follows. Router (no bias: tau is one), beta and tau are
+one per nested layer, scores and tau in float32. Losses are means over nested layers, L_sd over texts, L_dp over tokens;
+padding counts nowhere. With micro-batches or ranks, ratio is that of all their tokens, tau_bar the mean of theirs. The
+published text can be read as if L_sd were maximised, which would make all scores equal. In the short text, positions
+are 0, 1, ... (`nested_positions`). Experts get no balancing loss. SWEEP
+In bfloat16 a score near tau can fall on either side of it as the batch or the cache rounds differently.
 """
 
 import json
@@ -84,7 +92,7 @@ class DNDConfig:
     nested_positions: Literal["compact", "original"] = "compact"  # rotary positions in it: 0, 1, ... or the text's
     k_target: float = 0.2  # share of the tokens to select
     beta_init: float = 0.1  # where beta starts
-    tau_init: float = 0.5  # where tau starts; without alpha it must be below the 1/2 that all scores start at
+    tau_init: float = 0.5  # where tau starts; with alpha 0 give less than the 1/2 that all scores start at
     # what holds the selection; see the top of dnd.py
     lambda_sd: float = 1e-3  # weight of L_sd, which spreads the scores
     lambda_dp: float = 1e-3  # weight of L_dp, which draws them to 1/2
@@ -95,9 +103,9 @@ class DNDConfig:
     checkpoint_layers: bool = False  # recompute every layer in the backward pass: less memory, more time
 
     def __post_init__(self):
-        limits = dict(k_target=(0, 1), beta_init=(-10, 10), tau_init=(-1, 2), rope_base=(1, 1e12), rms_norm_eps=(0, 1), alpha=(0, 1),
-                      gamma=(0, 1), lambda_sd=(0, 1e6), lambda_dp=(0, 1e6), lambda_z=(0, 1e6), num_experts=(0, 2**16),
-                      nested_first=(-1, 2**16), nested_last=(-1, 2**16))
+        limits = dict(k_target=(0, 1), alpha=(0, 1), gamma=(0, 1), lambda_sd=(0, 1e6), lambda_dp=(0, 1e6),
+                      lambda_z=(0, 1e6), beta_init=(-10, 10), tau_init=(-1, 2), rope_base=(1, 1e12),
+                      rms_norm_eps=(0, 1), num_experts=(0, 2**16), nested_first=(-1, 2**16), nested_last=(-1, 2**16))
         for name, field in DNDConfig.__dataclass_fields__.items():
             value, (least, most) = getattr(self, name), limits.get(name, (1, 2**31))
             if field.type in (int, float) and not (isinstance(value, (int, field.type)) and least <= value <= most):
@@ -110,10 +118,12 @@ class DNDConfig:
         if self.nested_positions not in ("compact", "original"):
             raise ValueError(f"nested_positions {self.nested_positions!r}: choose compact or original")
         if self.num_experts and self.num_experts_per_tok > self.num_experts:
-            raise ValueError(f"num_experts_per_tok {self.num_experts_per_tok}: give 1 to num_experts, {self.num_experts}")
-        if (self.nested_first, self.nested_last) != (-1, -1) and not 0 <= self.nested_first <= self.nested_last < self.n_layer:
-            raise ValueError(f"nested_first {self.nested_first}, nested_last {self.nested_last}: give the first and the "
-                             f"last of the layers 0 to {self.n_layer - 1}, or -1 for both")
+            raise ValueError(f"num_experts_per_tok {self.num_experts_per_tok}: give 1 to num_experts, "
+                             f"{self.num_experts}")
+        first, last = self.nested_first, self.nested_last
+        if (first, last) != (-1, -1) and not 0 <= first <= last < self.n_layer:
+            raise ValueError(f"nested_first {first}, nested_last {last}: give the first and the last of the layers 0 "
+                             f"to {self.n_layer - 1}, or -1 for both")
         if not re.fullmatch(r"(\d+(,\d+)*)?", self.mlp_only_layers):
             raise ValueError(f"mlp_only_layers {self.mlp_only_layers!r}: give layers as 0,3 or nothing")
 
@@ -149,7 +159,7 @@ class GenerateConfig:
 
 def check_depth(depth):
     if depth not in (1, 2):
-        raise ValueError(f"depth {depth}: a token passes a layer once or twice; choose 1 for the plain Qwen3, 2 for DND")
+        raise ValueError(f"depth {depth}: a token passes a layer once or twice; choose 1 (the plain Qwen3) or 2 (DND)")
 
 
 # ---- blocks
@@ -188,8 +198,7 @@ def causal_mask(positions, n_keys, dtype):
 
 
 def causal_attention(q, k, v, mask=None):
-    """q (B, T, nh, hd), k, v (B, S, G, hd) -> (B, T, nh, hd). mask as `causal_mask` makes it; None: S = T, each sees up to
-    itself."""
+    """q (B, T, nh, hd), k, v (B, S, G, hd) -> (B, T, nh, hd). mask: see causal_mask; None, with S = T: in order."""
     (B, T, nh, hd), (S, G) = q.shape, k.shape[1:3]
     q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, nh or G, T or S, hd)
     if q.device.type == "cpu" and T * S <= {torch.bfloat16: 128, torch.float32: 64}.get(q.dtype, 0) ** 2:
@@ -374,8 +383,8 @@ class Nesting(nn.Module):
         return scores.index_select(1, k.view(1)).squeeze(1)
 
     @torch.no_grad()
-    def hold(self, metrics):
-        """Move tau by an optimizer step's metrics, those of `losses` added up over micro-batches."""
+    def move_tau(self, metrics):
+        """Once per optimizer step, by its metrics: those of `losses`, added up over micro-batches, here over ranks."""
         c, names = self.config, [(f"ratio_{layer}", f"boundary_{layer}") for layer in self.config.nested]
         sums = torch.stack([torch.stack([metrics[ratio][0], metrics[score][0], metrics[score][1]]).float()
                             for ratio, score in names])  # (L, 3): selected, boundary * tokens, tokens
@@ -565,8 +574,8 @@ class DND(nn.Module):
         is_token = scored.flip(1).cumsum(dim=1).flip(1) > 0  # up to the row's last label
         hidden = self.hidden_states(inputs, is_token=is_token, trace=trace)
         ce, count = mean_loss(self.head(hidden[scored]), labels[scored]), scored.sum()
-        held, metrics = self.nesting.losses(trace, is_token) if trace else (0.0, {"ratio": (0, 0)})
-        loss = ce + held
+        control, metrics = self.nesting.losses(trace, is_token) if trace else (0.0, {"ratio": (0, 0)})
+        loss = ce + control
         ratio = metrics["ratio"][0] / (inputs.numel() * max(len(trace), 1))
         return loss, {"loss": (loss.detach() * count, count), "ce": (ce.detach() * count, count), **metrics,
                       "tokens": (inputs.numel(), 1), "flops": (self.flops(inputs.shape, ratio), 1)}, None
@@ -575,7 +584,7 @@ class DND(nn.Module):
         """Move the thresholds, once per optimizer step; metrics: those of `step`, added up. Returns tau, the mean."""
         if self.nesting is None:
             return {}
-        self.nesting.hold(metrics)
+        self.nesting.move_tau(metrics)
         return {"tau": (self.nesting.tau.sum(), len(self.nesting.tau))}
 
     def flops(self, shape, ratio=None):
@@ -644,7 +653,7 @@ class DND(nn.Module):
             trace = []
             hidden = self.hidden_states(tokens, o.depth, cache, positions, is_token, trace)
             ids = sample(self.head(hidden[rows, last]), o.temperature, o.top_k, o.top_p, generator)
-            passed = sum((selected[rows, last].long() for selected, _ in trace), torch.full_like(last, len(self.layers)))
+            passed = len(self.layers) + sum((selected[rows, last] for selected, _ in trace), torch.zeros_like(last))
             yield ids.where(~ended, -1).cpu(), passed.cpu()
             ended |= torch.isin(ids, stop) | (lengths >= most)
             if ended.all():
@@ -772,20 +781,20 @@ def _run_state(path, model, dtype):
     """The weights in a file of train.py's, the averaged ones where it has them, without wrappers' prefixes."""
     saved, state = read_run(path, dnd=DNDConfig), {}
     for key, value in (saved.get("ema") or saved["model"]).items():
-        name = re.sub(r"^(_orig_mod\.|module\.)+", "", key).replace("._orig_mod.", ".")
-        if name != "n_averaged":
-            state[name] = value
-    if model.nesting is not None and not any(name.startswith("nesting.") for name in state):
-        state |= _new_nesting(model.config)
+        if key != "n_averaged":
+            state[re.sub(r"_orig_mod\.|module\.", "", key)] = value
+    if "nesting.tau" not in state:
+        state |= _new_nesting(model, dtype)
     check_shapes(path, *({k: tuple(v.shape) for k, v in s.items()} for s in (state, model.state_dict())))
     for name, _ in model.named_parameters():
         state[name] = state[name].to(dtype)  # one at a time: never two copies of the whole
     return state
 
 
-def _new_nesting(config):
-    """The start values of what DND adds, by name."""
-    return {f"nesting.{name}": value for name, value in Nesting(config).state_dict().items()}
+def _new_nesting(model, dtype):
+    """The start values of what DND adds, by name; of a plain Qwen3 none."""
+    new = {} if model.nesting is None else Nesting(model.config).to(dtype).state_dict()
+    return {f"nesting.{name}": value for name, value in new.items()}
 
 
 def _folder_config(folder):
@@ -802,30 +811,29 @@ def _folder_config(folder):
     rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
     names = dict(n_embd="hidden_size", n_layer="num_hidden_layers", n_head="num_attention_heads",
                  n_kv_head="num_key_value_heads", block_size="max_position_embeddings",
-                 tie_embeddings="tie_word_embeddings")
-    theirs = {"rope_base": theirs.get("rope_theta", rope.get("rope_theta")), "tie_word_embeddings": False,
+                 tie_embeddings="tie_word_embeddings", rope_base="rope_theta")
+    theirs = {"rope_theta": rope.get("rope_theta"), "tie_word_embeddings": False,
               "num_experts": theirs.get("num_local_experts", 0)} | theirs
     fields = {name: theirs.get(names.get(name, name)) for name in DNDConfig.__dataclass_fields__}
     fields["mlp_only_layers"] = ",".join(map(str, fields["mlp_only_layers"] or []))
-    for name in ("n_embd", "n_layer", "n_head", "n_kv_head", "head_dim", "intermediate_size", "vocab_size", "rope_base"):
+    for name in (*names, "head_dim", "intermediate_size", "vocab_size"):
         if fields[name] is None:
-            raise ValueError(f"{path}: has no {names.get(name, name).replace('rope_base', 'rope_theta')}, so it is no "
-                             "Qwen3; give a folder of a Qwen3, dense or MoE")
+            raise ValueError(f"{path}: has no {names.get(name, name)}, so it is no Qwen3; give a folder of one, dense "
+                             "or MoE")
     only = dict(model_type=("qwen3", "qwen3_moe"), hidden_act=("silu",), attention_bias=(False,),
                 use_sliding_window=(False,))
     for name, ours in only.items():
         if theirs.get(name, ours[0]) not in ours:
-            raise ValueError(f"{path}: {name} is {theirs[name]!r}; this model is built with {' or '.join(map(str, ours))}")
+            raise ValueError(f"{path}: {name} is {theirs[name]!r}; this model is built with "
+                             f"{' or '.join(map(str, ours))} only")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
         raise ValueError(f"{path}: rope_type is {kind!r}; this model rotates as trained, without scaling; remove it")
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _folder_files(folder):
+def _folder_files(folder, safe_open):
     """Name of every tensor in the .safetensors files of a folder -> (path of its file, its name there, shape)."""
-    from safetensors import safe_open
-
     files = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
     index = os.path.join(folder, "model.safetensors.index.json")
     if os.path.exists(index):
@@ -864,7 +872,7 @@ def _folder_state(folder, model, dtype):
         from safetensors import safe_open
     except ImportError:
         raise ValueError(f"{folder}: reading .safetensors files needs a package; pip install safetensors") from None
-    files, places, meta = _folder_files(folder), _places(model), dict(model.named_parameters())
+    files, places, meta = _folder_files(folder, safe_open), _places(model), dict(model.named_parameters())
     head = files.pop("lm_head.weight", None) if model.lm_head is None else None  # of a tied model: a second copy
     if head is not None:
         files.setdefault("model.embed_tokens.weight", head)
@@ -875,9 +883,7 @@ def _folder_state(folder, model, dtype):
         with safe_open(path, "pt") as file:  # anew for each: an open file keeps in memory what was read of it
             return file.get_tensor(name)
 
-    state = _new_nesting(model.config) if model.nesting is not None else {}
-    state = {name: state[name].to(dtype) if name in state else torch.empty(weight.shape, dtype=dtype)
-             for name, weight in meta.items()} | {name: state[name] for name in state.keys() - meta.keys()}
+    state = {name: torch.empty(weight.shape, dtype=dtype) for name, weight in meta.items()} | _new_nesting(model, dtype)
     for name, (ours, where) in places.items():
         state[ours][where].copy_(read(*files[name]))
     if head is not None and not torch.equal(read(*head).to(dtype), state["embed_tokens.weight"]):

@@ -941,7 +941,8 @@ TASK = dict(vocab_size=12, block_size=16, n_embd=32, n_layer=4, n_head=2, n_kv_h
 def sums(n, generator):
     """Two 3-digit numbers and their sum, most significant digit first."""
     a, b = torch.randint(1000, (2, n), generator=generator)
-    digits = [torch.stack([x // 10**i % 10 for i in reversed(range(k))], dim=1) for x, k in ((a, 3), (b, 3), (a + b, 4))]
+    digits = [torch.stack([x // 10**i % 10 for i in reversed(range(k))], dim=1)
+              for x, k in ((a, 3), (b, 3), (a + b, 4))]
     tokens = torch.cat([*digits[:2], torch.full((n, 1), 10), digits[2]], dim=1)  # (n, 11)
     labels = tokens[:, 1:].clone()
     labels[:, :6] = IGNORE
