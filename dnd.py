@@ -12,8 +12,8 @@ Each token is chosen by its own score, and the chosen ones see only those before
 future. All of it is trained, with
 
     loss = CE + lambda_sd L_sd + lambda_dp L_dp
-    L_sd = -sum q log q,  q = p / sum p of a text       minimised: scores spread, some above tau and most below
-    L_dp = mean (p - 1/2)^2                             scores stay where the sigmoid responds
+    L_sd = -sum q log q,  q = p / sum p of a text       score dispersion: minimised, so scores spread
+    L_dp = mean (p - 1/2)^2                             distribution preservation: where the sigmoid responds
 
 while tau, a number per nested layer, follows the share of the tokens that it lets pass, and is fixed after training:
 
@@ -33,12 +33,20 @@ nested layers, k selected tokens of all rows together.
     model(tokens, trace=(trace := []))                  # also who was selected, and p, of each nested layer
     model.generate([[72, 105]], max_new_tokens=20, temperature=0.0)
 
-No code was published. What the paper leaves open is settled as follows. Router (no bias: tau is one), beta and tau are
-one per nested layer, scores and tau in float32. Losses are means over nested layers, L_sd over texts, L_dp over tokens;
-padding counts nowhere. With micro-batches or ranks, ratio is that of all their tokens, tau_bar the mean of theirs. The
-published text can be read as if L_sd were maximised, which would make all scores equal. In the short text, positions
-are 0, 1, ... (`nested_positions`). Experts get no balancing loss. SWEEP
-In bfloat16 a score near tau can fall on either side of it as the batch or the cache rounds differently.
+The authors' code is not out. What the paper leaves open is settled as follows. Router (no bias: tau is one), beta and
+tau are one per nested layer; scores and tau are float32. L_sd is a mean over texts, L_dp over tokens, both over nested
+layers; padding counts nowhere. The published text can be read as if L_sd were maximised, which makes all scores equal.
+With micro-batches or ranks, ratio is that of all their tokens, tau_bar the mean of theirs. Tokens of the short text are
+at 0, 1, ... (`nested_positions`). Experts get no balancing loss.
+
+The constants are ours, from training 4 layers, 2 of them nested (37,730 parameters), to add numbers, 300 steps of 640
+tokens, from scratch and after plain training, seeds 0 and 1. With the defaults the share selected was 0.198 to 0.212 in
+the last 100 steps, 0.178 to 0.207 on new data with tau fixed. alpha 0.001 is late (up to 0.27); 0.1 swings between none
+and all. Scores must spread for tau to have a hold: lambda_dp from 2 lambda_sd on leaves most layers a standard deviation
+of 0.005 or less, and ratios then swing. At lambda_sd 0.1 scores run ahead of tau (0.20 to 0.24). gamma from 0 to 1, and
+no such losses at all, made no difference here, nor did any of it to CE (0.03 at most, two seeds 0.05).
+
+In bfloat16 a score near tau may fall on either side of it, as a batch or the cache rounds otherwise.
 """
 
 import json
@@ -361,16 +369,15 @@ class Nesting(nn.Module):
         trace: [(selected, p)] as forward leaves it. L_sd is the mean over texts of their entropies, the others are
         means over tokens.
         """
-        c, is_token = self.config, is_token.float()
+        c, weight, has_tokens = self.config, is_token.float(), is_token.any(dim=-1).float()  # (B, T), (B,)
         selected, p = (torch.stack(part) for part in zip(*trace))  # (L, B, T) each
-        n = is_token.sum()
-        total = (p * is_token).sum(dim=-1).clamp(min=1e-30)  # (L, B)
-        entropy = total.log() - (is_token * p * p.clamp(min=1e-30).log()).sum(dim=-1) / total
-        has_tokens = is_token.any(dim=-1).float()  # (B,)
+        n = weight.sum()
+        total = (p * weight).sum(dim=-1).clamp(min=1e-30)  # (L, B)
+        entropy = total.log() - (p * p.clamp(min=1e-30).log() * weight).sum(dim=-1) / total
         L_sd = (entropy * has_tokens).sum(dim=-1) / has_tokens.sum().clamp(min=1)  # (L,)
-        L_dp, L_z = (((part**2) * is_token).sum(dim=(1, 2)) / n.clamp(min=1) for part in (p - 0.5, p.logit(eps=1e-6)))
+        L_dp, L_z = ((part**2 * weight).sum(dim=(1, 2)) / n.clamp(min=1) for part in (p - 0.5, p.logit(eps=1e-6)))
         loss = (c.lambda_sd * L_sd + c.lambda_dp * L_dp + c.lambda_z * L_z).mean()
-        counts, boundary = selected.sum(dim=(1, 2)), self.boundary(p.detach(), is_token.bool())  # (L,) each
+        counts, boundary = selected.sum(dim=(1, 2)), self.boundary(p.detach(), is_token)  # (L,) each
         metrics = {"ratio": (counts.sum(), n * len(counts))}
         for layer, count, score in zip(c.nested, counts, boundary):
             metrics |= {f"ratio_{layer}": (count, n), f"boundary_{layer}": (score * n, n)}
