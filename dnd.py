@@ -42,9 +42,9 @@ at 0, 1, ... (`nested_positions`). Experts get no balancing loss.
 The constants are ours, from training 4 layers, 2 of them nested (37,730 parameters), to add numbers, 300 steps of 640
 tokens, from scratch and after plain training, seeds 0 and 1. With the defaults the share selected was 0.198 to 0.212 in
 the last 100 steps, 0.178 to 0.207 on new data with tau fixed. alpha 0.001 is late (up to 0.27); 0.1 swings between none
-and all. Scores must spread for tau to have a hold: lambda_dp from 2 lambda_sd on leaves most layers a standard deviation
-of 0.005 or less, and ratios then swing. At lambda_sd 0.1 scores run ahead of tau (0.20 to 0.24). gamma from 0 to 1, and
-no such losses at all, made no difference here, nor did any of it to CE (0.03 at most, two seeds 0.05).
+and all. Scores must spread for tau to have a hold: lambda_dp from 2 lambda_sd on leaves most layers a standard
+deviation of 0.005 or less, and ratios then swing. At lambda_sd 0.1 scores run ahead of tau (0.20 to 0.24). gamma from 0
+to 1, and no such losses at all, made no difference here, nor did any of it to CE (0.03 at most, two seeds 0.05).
 
 In bfloat16 a score near tau may fall on either side of it, as a batch or the cache rounds otherwise.
 """
