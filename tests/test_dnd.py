@@ -935,8 +935,8 @@ def test_loading_takes_the_memory_of_the_model(tmp_path):
 
 
 # alpha and gamma below the defaults: the scores of so small a model differ little, see the top of dnd.py
-TASK = dict(vocab_size=12, block_size=16, n_embd=32, n_layer=3, n_head=2, n_kv_head=1, head_dim=16, intermediate_size=64,
-            nested_first=1, nested_last=2, alpha=0.01, gamma=0.1)
+TASK = dict(vocab_size=12, block_size=16, n_embd=32, n_layer=3, n_head=2, n_kv_head=1, head_dim=16,
+            intermediate_size=64, nested_first=1, nested_last=2, alpha=0.01, gamma=0.1)
 
 
 def sums(n, generator):
