@@ -692,6 +692,11 @@ def test_a_hugging_face_folder_is_sampled_and_tuned_with_its_tokenizer(run, tmp_
     code, out, err = run(*flags, "--digits", 3, "--num_train", 16, "--num_val", 8, "--num_test", 8, "--batch_size", 4,
                          "--grad_accum", 2, "--max_steps", 1, "--depths", 1, "--max_new_tokens", 4, tiny=False)
     assert code == 0 and f"tokenizer with {vocab_size - 7}" in out, err
+    code, out, err = run("--model", "modr", *flags[2:], "--digits", 3, "--num_train", 16, "--num_val", 8, "--num_test",
+                         9, "--batch_size", 4, "--grad_accum", 2, "--max_steps", 1, "--depths", 1, tiny=False)
+    assert code == 0 and "modr on arith, preset paper" in out and '"base_dtype": "bfloat16"' in out, err
+    saved = train.read_checkpoint("out/modr-arith/last.pt")
+    assert saved["model_config"]["base"] == str(folder) and "wte.weight" not in saved["model"]
     os.remove(folder / "tokenizer.json")
     fails(run(*flags, "--sample", "Hello", tiny=False), "tokenizer.json")
 
@@ -824,6 +829,9 @@ def test_a_branch_is_exported_as_a_plain_huginn(branches, run):
     assert code == 0 and "mean of the trained families" in out, err
     code, out, err = run(*MODR, "--init_from", "one.pt", "--max_steps", 1, "--out_dir", "on", tiny=False)
     assert code == 0 and "from one.pt" in out, "branches may go on a merged branch"
+    assert run(*MODR, "--num_branches", 1, "--max_steps", 1, "--out_dir", "single", tiny=False)[0] == 0
+    code, out, err = run("--model", "modr", "--out_dir", "single", "--export", "three.pt", tiny=False)
+    assert code == 0 and os.path.exists("three.pt"), "of one branch no number is asked"
 
 
 # ---- metrics and solving
