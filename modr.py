@@ -23,17 +23,18 @@ Only A, B and router are trained. The bias keeps branches in use without a loss:
 A loss in evaluation is always measured with `context`, or the leak would count as skill. Decoding routes each new token
 anew in both ways: from that token alone, as no forward pass in training did, or from all tokens so far, as in training.
 
-What the paper leaves open is settled as follows. Where the gate multiplies is `gate`; by default its value is divided
-out, gate / gate.detach(), so that a router at sigmoid(0) = 1/2 does not halve the state that the frozen core was
-trained on, while its gradient remains (measured in README.md against the other readings). A starts normal with std
-1 / sqrt(in), the router with std 1 / sqrt(C). Padding counts nowhere. One branch has no router: that is LoRA tuning.
+What the paper leaves open is settled as follows, by what README.md measures. The gate multiplies the core's output, not
+that of each layer. With `gate` "preserve" its value is divided out, gate / gate.detach(), and its gradient remains:
+then new branches reproduce the base, whose state a router at sigmoid(0) = 1/2 halves at first, and can be merged into
+it. A starts normal with std 1 / sqrt(in), the router with std 1 / sqrt(C). Padding counts nowhere. One branch has no
+router: that is LoRA tuning.
 
 Shapes: B rows, T tokens, C = n_embd, N = num_branches.
 
     model = MoDr.load_pretrained("out/huginn-arith/best.pt", num_branches=4)  # new branches on that frozen Huginn
     logits, loss = model(tokens, targets, num_steps=8)                        # as huginn.py, also generate and evaluate
     model.load_state_dict(torch.load("branches.pt"))                          # state_dict() is what was trained alone
-    plain = model.merged(2)                                                   # a Huginn with branch 2 in its weights
+    plain = model.merged(2)                              # a Huginn with branch 2 in its weights; not with every gate
 
 Size: 4 branches of rank 16 on the published Huginn are 8,131,200 parameters, 0.228 % of the whole, the router 0.0006 %.
 The paper's "< 0.2 %" holds for 3 branches (0.171 %), for rank 14, or for the one branch of a text: 0.057 %.
@@ -69,7 +70,7 @@ class MoDrConfig(HuginnConfig):
     routing: Literal["router", "random", "base"] = "router"  # who chooses a branch; base = none, the frozen model
     branch: int = -1  # a branch that everything goes through, whatever the router says; -1 = none
     route_pool: Literal["context", "forward"] = "context"  # tokens that a choice looks at; forward leaks, see the top
-    gate: Literal["preserve", "block", "layer", "off"] = "preserve"  # multiplies the core's output, its layers
+    gate: Literal["block", "layer", "preserve", "off"] = "block"  # multiplies the core's output, its layers'; see top
     balance_rate: float = 0.001  # step of the balancing bias (paper eta); 0 = no balancing
     router_lr: float = 0.1  # learning rate of the router, as a multiple of the branches'
 
@@ -316,7 +317,7 @@ class MoDr(Huginn):
             raise ValueError(f"branch {branch}: choose the branch to merge, 0 to {c.num_branches - 1}")
         if self.router is not None and c.gate in ("block", "layer"):
             raise ValueError(f"gate {c.gate!r} multiplies the state by a number that depends on the text, for which a "
-                             "plain Huginn has no place; branches can be merged where gate is preserve or off")
+                             "plain Huginn has no place; train with gate preserve, or give gate off to leave it out")
         weights = dict(self.named_parameters())
         state = {name: weights[name].detach() for name in self.frozen}
         for name, linear in self.named_modules():

@@ -38,7 +38,7 @@ def tiny(seed=0, stirred=True, **fields):
     """A small MoDr whose branches differ, and the Huginn that it goes on."""
     model = base(seed)
     torch.manual_seed(seed + 1)
-    ours = dict(num_branches=3, lora_rank=4, lora_alpha=8.0, route_pool="forward") | fields
+    ours = dict(num_branches=3, lora_rank=4, lora_alpha=8.0, route_pool="forward", gate="preserve") | fields
     ours = MoDr(MoDrConfig(**vars(TINY) | ours), model).eval()
     return (stir(ours, seed + 1) if stirred else ours), model
 
@@ -508,7 +508,7 @@ def test_the_frozen_weights_may_be_held_in_bfloat16(tmp_path):
 
 
 def test_a_merged_branch_is_a_plain_huginn(tmp_path):
-    model, frozen, path, saved = saved_pair(tmp_path)
+    model, frozen, path, saved = saved_pair(tmp_path, gate="preserve")
     tokens, s = tokens_like(3, 9), state_like(3, 9)
     for j in range(3):
         model.config.branch = j
@@ -521,7 +521,7 @@ def test_a_merged_branch_is_a_plain_huginn(tmp_path):
         assert torch.equal(weight, dict(model.named_parameters())[name]), "the base itself is left alone"
     fails(lambda: model.merged(3), "branch 3", "0 to 2")
     gated, _ = tiny(gate="block")
-    fails(lambda: gated.merged(0), "gate 'block'", "preserve or off")
+    fails(lambda: gated.merged(0), "gate 'block'", "gate preserve", "gate off")
 
 
 def fails(call, *words):

@@ -811,12 +811,13 @@ def test_branches_keep_to_their_base(branches, lm, run):
 
 
 def test_a_branch_is_exported_as_a_plain_huginn(branches, run):
-    assert branches("--max_steps", 5, "--lr", "1e-1", "--dtype", "float32")[0] == 0
+    assert branches("--max_steps", 5, "--lr", "1e-1", "--dtype", "float32", "--gate", "preserve")[0] == 0
     use = ["--model", "modr", "--dtype", "float32"]
     code, out, err = run(*use, "--branch", 1, "--export", "one.pt", tiny=False)
     assert code == 0 and "36,992 parameters" in out, err
     fails(run(*use, "--branch", 1, "--export", "one.pt", tiny=False), "one.pt exists")
     fails(run(*use, "--export", "two.pt", tiny=False), "branch -1", "0 to 2")
+    fails(run(*use, "--branch", 1, "--gate", "block", "--export", "two.pt", tiny=False), "gate 'block'", "gate off")
     fails(run(*use, "--branch", 1, "--export", "one.pt/x.pt", tiny=False), "one.pt")
     fails(run("--model", "huginn", "--export", "two.pt", tiny=False), "huginn has no branches", "modr")
     fails(run(*use, "--export", "", tiny=False), "--export is empty")
