@@ -302,7 +302,7 @@ class MoDr(Huginn):
         kept = self.config
         routed = self.router is not None
         changes = {"base": dict(routing="base")} | ({"random": dict(routing="random", branch=-1)} if routed else {})
-        changes |= {f"branch {j}": dict(branch=j) for j in range(kept.num_branches) if routed}
+        changes |= {f"branch {j}": dict(routing="router", branch=j) for j in range(kept.num_branches) if routed}
         try:
             for title, change in changes.items():
                 self.config = replace(kept, **change)
@@ -314,7 +314,7 @@ class MoDr(Huginn):
         """A plain Huginn with the updates of a branch in its weights; ValueError where a gate would be lost."""
         c = self.config
         if not 0 <= branch < c.num_branches:
-            raise ValueError(f"branch {branch}: choose the branch to merge, 0 to {c.num_branches - 1}")
+            raise ValueError(f"branch {branch}: say which branch to merge, 0 to {c.num_branches - 1}")
         if self.router is not None and c.gate in ("block", "layer"):
             raise ValueError(f"gate {c.gate!r} multiplies the state by a number that depends on the text, for which a "
                              "plain Huginn has no place; train with gate preserve, or give gate off to leave it out")
@@ -336,7 +336,7 @@ class MoDr(Huginn):
         """MoDrConfig fields, as a dict, of a checkpoint of a MoDr, or for new branches on a Huginn's."""
         try:
             return read_run(path, modr=MoDrConfig)["model_config"]
-        except (ValueError, IsADirectoryError):
+        except ValueError:  # then it must be a Huginn's
             return Huginn.pretrained_config(path) | {"base": path}
 
     @classmethod
@@ -354,11 +354,14 @@ class MoDr(Huginn):
         if is_new and config.base != path:
             raise ValueError(f"base {config.base}: new branches are put on the Huginn of init_from, {path}; to take "
                              "the other give it as init_from")
-        base = read_base(config, path, dtype or getattr(torch, config.base_dtype))
+        for name in () if is_new else ("num_branches", "lora_rank"):
+            if getattr(config, name) != fields[name]:
+                raise ValueError(f"{name} {getattr(config, name)}: {path} was trained with {fields[name]}; give that")
+        base = read_base(config, None if is_new else path, dtype or getattr(torch, config.base_dtype))
         found = weights_hash(base)
-        if not is_new and found != fields["base_hash"]:
+        if config.base_hash not in ("", found):
             raise ValueError(f"base {config.base} has other weights (hash {found}) than {path} was trained on (hash "
-                             f"{fields['base_hash']}); give the path of those as base")
+                             f"{config.base_hash}); give the path of those as base")
         model = cls(replace(config, base_hash=found), base)
         if not is_new:
             saved = read_run(path, modr=MoDrConfig)
@@ -379,11 +382,13 @@ def plain_config(config):
 
 
 def read_base(config, path, dtype):
-    """The frozen Huginn that a config names; path: the checkpoint that needs it."""
+    """The frozen Huginn that a config names; path: the checkpoint that needs it, None if it is for new branches."""
     try:
         return Huginn.load_pretrained(config.base, dtype, **vars(plain_config(config)))
     except ValueError as error:
-        raise ValueError(f"{path} needs the Huginn it was trained on: {error}") from None
+        if path is None:
+            raise
+        raise ValueError(f"{path} needs the Huginn it was trained on, name it with --base: {error}") from None
 
 
 def weights_hash(model):

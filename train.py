@@ -11,7 +11,7 @@
     python train.py --model huginn --sample 'PROMPT' --num_steps 16    write on from a prompt with the newest run
     python train.py --model huginn --sample 'PROMPT' --init_from DIR   the same with a Hugging Face copy of huginn-0125
     python train.py --model modr --data arith                          branches and a router on the newest Huginn
-    python train.py --model modr --export FILE --branch 2              one of its branches as a plain Huginn
+    python train.py --model modr --export FILE --branch 2 --gate off   one of its branches as a plain Huginn
 
 Flags are the fields of four dataclasses: TrainConfig here, the model's config, how the model is used once it is
 trained (to solve or to write), and the data's config. A value comes from the first of these that names it: the command
@@ -302,6 +302,9 @@ def checkpoint_path(known):
         folder, reads = base and (newest_run(base, known.data) or newest_run(base, "")), True
         if not folder:
             return None
+        if not os.path.exists(os.path.join(folder, "best.pt")):
+            raise UserError(f"the newest {base} run, {folder}, was stopped before its first validation; go on with it "
+                            f"by --model {base} --init_from resume --out_dir {folder}, or name another by --init_from")
     if not folder:
         folder = newest_run(known.model, known.data)
         if not folder:
@@ -737,7 +740,8 @@ class Trainer:
     def report(self):
         """Score the best and the last weights on the test split, once each, and show a few examples of it."""
         depths, Model = parse_depths(self.c.depths), type(self.model)
-        best = Model.load_pretrained(os.path.join(self.folder, "best.pt")).to(self.machine.device)
+        path, fields = os.path.join(self.folder, "best.pt"), asdict(self.configs[1])
+        best = Model.load_pretrained(path, **fields).to(self.machine.device)
         weights = [(f"best on validation (step {self.best['step']})", best)]
         if self.best["step"] != self.step:
             weights.append((f"last (step {self.step})", self.scored))
@@ -777,6 +781,8 @@ def run(argv):
         if not getattr(c, flag) and any(word.split("=")[0] == f"--{flag}" for word in argv):
             give = dict(solve="a puzzle, or a file of them", sample="the beginning of a text", export="a file's name")
             raise UserError(f"--{flag} is empty; give {give[flag]}")
+    if sum(map(bool, (c.eval_only, c.solve, c.sample, c.export))) > 1:
+        raise UserError("more than one of --eval_only, --solve, --sample and --export; give one at a time")
     if path is None and c.model in BASES:
         if stopped := train_base(c, model_config, data_config):
             return stopped
@@ -795,7 +801,9 @@ def run(argv):
     model.to(device)
     print(f"{c.model} on {c.data}, preset {c.preset}, {count_parameters(model)} | {device} in {machine.reason} | "
           f"torch {torch.__version__}, numpy {np.__version__}, python {sys.version.split()[0]}")
-    print("model " + json.dumps(asdict(configs[1])) + (f", from {path}" if path else ""))
+    step = path and os.path.isfile(path) and (read_checkpoint(path).get("best") or {}).get("step")
+    print("model " + json.dumps(asdict(configs[1])) + (f", from {path}" if path else "")
+          + (f", best at step {step}" if step else ""))
     if c.solve:
         return solve(c, use, model, data, machine)
     if c.sample:
@@ -818,7 +826,8 @@ def run(argv):
                         f"({c.max_steps}) or --time_limit ({c.time_limit:g}), or score it with --eval_only")
     print(f"run folder {folder}" + (f", going on at step {trainer.step}" if trainer.step else ""), flush=True)
     if stopped := trainer.train():
-        print(f"{stopped}: saved at step {trainer.step}; go on with --init_from resume --out_dir {folder}")
+        print(f"{stopped}: saved at step {trainer.step}; go on with --model {c.model} --init_from resume --out_dir "
+              f"{folder}")
         return stopped
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -51,7 +51,7 @@ def main():
     one, many = (MoDr(dataclasses.replace(config, num_branches=n), frozen) for n in (1, a.branches))
     full = Huginn(frozen.config)
     names = {"frozen Huginn": full, "one LoRA": one, f"MoDr, {a.branches} branches": many,
-             "the same, context": MoDr(dataclasses.replace(many.config, route_pool="context"), frozen)}
+             "the same, forward": MoDr(dataclasses.replace(many.config, route_pool="forward"), frozen)}
     tokens = torch.randint(config.vocab_size, (a.batch_size, a.tokens))
     batch = {"inputs": tokens, "labels": tokens}
     steps = (config.mean_recurrence + 1 - config.mean_backprop_depth, config.mean_backprop_depth)

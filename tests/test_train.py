@@ -321,7 +321,7 @@ def test_a_signal_saves_and_ends_with_0(tmp_path, cache, run, number):
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
-    step = int(re.search(number.name + r": saved at step (\d+); go on with --init_from resume", out)[1])
+    step = int(re.search(number.name + r": saved at step (\d+); go on with --model hrm --init_from resume", out)[1])
     assert run("--init_from", "resume", "--out_dir", "a", "--max_steps", step + 2, tiny=False)[0] == 0
     assert sorted(losses("a")) == list(range(1, step + 3))
 
