@@ -428,6 +428,9 @@ def test_random_and_forced_routing():
         titles = {title: model.route(state_like(5, 2), state_like(5, 2)).branch for title in model.variants()}
     assert list(titles) == ["base", "random", "branch 0", "branch 1", "branch 2", "branch 3"]
     assert titles["base"] is None and (titles["branch 3"] == 3).all() and model.config.branch == 2
+    model.config.routing = "base"
+    assert (dict((title, model.route(state_like(5, 2), state_like(5, 2)).branch) for title in model.variants())
+            ["branch 3"] == 3).all()
 
 
 def test_evaluation_tells_which_branches_read_a_row():
@@ -487,7 +490,7 @@ def test_another_base_is_an_error(tmp_path):
     fails(lambda: MoDr.load_pretrained(saved), "base.pt", "modr.pt needs the Huginn it was trained on")
     assert MoDr.load_pretrained(saved, base=moved).config.base == moved
     fails(lambda: MoDr.load_pretrained(moved, base=saved), "init_from")
-    fails(lambda: MoDr.load_pretrained(saved, base=moved, num_branches=2), "modr.pt", "router", "[3")
+    fails(lambda: MoDr.load_pretrained(saved, base=moved, num_branches=2), "num_branches 2", "modr.pt", "with 3")
 
 
 def test_the_hash_is_that_of_the_weights_in_any_precision():

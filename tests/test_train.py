@@ -791,7 +791,9 @@ def test_stopping_the_huginn_stops_before_the_branches(run, monkeypatch):
     small = ["--n_embd", 32, "--n_head", 2, "--intermediate_size", 48, "--digits", 3, "--num_train", 64, "--num_val", 8,
              "--num_test", 9]
     code, out, _ = run("--model", "modr", *small, tiny=False)
-    assert code == 0 and "SIGINT: saved at step 3" in out and not os.path.exists("out/modr-arith")
+    assert code == 0 and "SIGINT: saved at step 3; go on with --model huginn" in out
+    fails(run("--model", "modr", *small, tiny=False), "out/huginn-arith", "before its first", "--model huginn")
+    assert not os.path.exists("out/modr-arith")
 
 
 def test_branches_keep_to_their_base(branches, lm, run):
@@ -803,6 +805,11 @@ def test_branches_keep_to_their_base(branches, lm, run):
     fails(run(*use, tiny=False), "out/huginn-arith/best.pt", "needs the Huginn it was trained on")
     code, _, err = run(*use, "--base", "moved/best.pt", tiny=False)
     assert code == 0, err
+    resume = ["--model", "modr", "--init_from", "resume", "--base", "moved/best.pt"]
+    code, _, err = run(*resume, "--max_steps", 4, tiny=False)
+    assert code == 0, err
+    fails(run(*resume, "--num_branches", 2, tiny=False), "num_branches 2", "trained with 3")
+    fails(run(*use, "--base", "moved/best.pt", "--base_hash", "0123", tiny=False), "other weights", "0123")
     code, out, err = branches("--init_from", "out/modr-arith", "--base", "moved/best.pt", "--max_steps", 1)
     assert code == 0 and "goes to out/modr-arith-2" in out, "a new run from trained branches"
     fails(branches("--init_from", "moved", "--base", "other.pt"), "other.pt", "init_from")
@@ -821,6 +828,7 @@ def test_a_branch_is_exported_as_a_plain_huginn(branches, run):
     fails(run(*use, "--branch", 1, "--export", "one.pt/x.pt", tiny=False), "one.pt")
     fails(run("--model", "huginn", "--export", "two.pt", tiny=False), "huginn has no branches", "modr")
     fails(run(*use, "--export", "", tiny=False), "--export is empty")
+    fails(run(*use, "--export", "two.pt", "--branch", 1, "--sample", "1", tiny=False), "one at a time")
     asked = ["--sample", "012+034=", "--max_new_tokens", 8]
     merged = run("--model", "huginn", "--dtype", "float32", "--init_from", "one.pt", *asked, tiny=False)[1]
     forced = run(*use, "--branch", 1, *asked, tiny=False)[1]
