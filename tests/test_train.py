@@ -432,7 +432,7 @@ def test_help_is_quick():
 
 def test_no_arguments_show_examples(capsys):
     assert train.main([]) == 0
-    assert capsys.readouterr().out.count("python train.py") == 6
+    assert capsys.readouterr().out.count("python train.py") == 7
 
 
 def test_dashes_are_underscores(run):
