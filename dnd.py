@@ -221,7 +221,7 @@ def causal_attention(q, k, v, mask=None):
     return y.transpose(1, 2)
 
 
-class Attention(nn.Module):
+class GroupedAttention(nn.Module):
     """Queries, keys and values; who sees whom is up to `attend`. Heads are normed before they are rotated."""
 
     def __init__(self, config):
@@ -241,7 +241,7 @@ class Attention(nn.Module):
         return self.o_proj(attend(q, k, self.v_proj(x).unflatten(-1, heads)).flatten(-2))
 
 
-class GatedMLP(nn.Module):
+class SplitGatedMLP(nn.Module):
     """down(silu(gate) * up). (..., C) -> (..., C)."""
 
     def __init__(self, config):
@@ -292,8 +292,8 @@ class Layer(nn.Module):
         super().__init__()
         self.input_layernorm, self.post_attention_layernorm = (
             RMSNorm(config.n_embd, config.rms_norm_eps) for _ in range(2))
-        self.self_attn = Attention(config)
-        self.mlp = Experts(config) if config.has_experts(index) else GatedMLP(config)
+        self.self_attn = GroupedAttention(config)
+        self.mlp = Experts(config) if config.has_experts(index) else SplitGatedMLP(config)
 
     def forward(self, x, rotary, attend=causal_attention):
         """x (..., C), rotary (..., 2, hd/2) -> (..., C): texts (B, T, C), or packed rows (k, C) with their `attend`."""
@@ -409,7 +409,7 @@ class Nesting(nn.Module):
 # ---- what is kept between tokens
 
 
-class KVCache:
+class NestedKVCache:
     """Keys and values of every layer, and of every nested pass those of the tokens that were selected.
 
     A token's entries lie at its position, whatever the row's length, so rows of different lengths need no padding at
@@ -520,8 +520,8 @@ class DND(nn.Module):
     def hidden_states(self, tokens, depth=2, cache=None, positions=None, is_token=None, trace=None):
         """tokens (B, T) integer -> what `head` turns into logits (B, T, C).
 
-        depth: 2, or 1 for the plain Qwen3. cache: a KVCache that the tokens go on from; positions (B, T): where in the
-        text the tokens are, default 0, 1, ... or on from the cache. is_token (B, T) bool: false for padding, at the
+        depth: 2, or 1 for the plain Qwen3. cache: a NestedKVCache that the tokens go on from; positions (B, T): where
+        in the text the tokens are, default 0, 1, ... or on from the cache. is_token (B, T) bool: false for padding, at the
         right. trace: a list to which each nested layer appends (selected (B, T) bool, p (B, T) float32). Raises
         ValueError for texts that are longer than block_size and for other depths.
         """
@@ -626,11 +626,11 @@ class DND(nn.Module):
     # ---- inference
 
     def new_cache(self, batch_size, length, device=None):
-        """A KVCache for texts of up to `length` tokens, or block_size, in the dtype that the model computes in."""
+        """A NestedKVCache for texts of up to `length` tokens, or block_size, in the dtype the model computes in."""
         device = device or self.norm.weight.device
         kind = self.norm.weight.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.norm.weight.dtype
-        return KVCache(self.config, batch_size, min(length, self.config.block_size), dtype, device)
+        return NestedKVCache(self.config, batch_size, min(length, self.config.block_size), dtype, device)
 
     def cache_size(self, length, max_new_tokens=200, depth=2, **_):
         """Bytes of the cache that stream takes for a prompt of `length` tokens if k_target of them are selected."""

@@ -774,15 +774,20 @@ USAGE = """train.py trains, evaluates and uses the models of this project. For e
   python train.py --model hrm --data sudoku --help               all flags and the values in force"""
 
 
-def run(argv):
-    """Do what the flags say. Returns the name of the signal that stopped a training, or None."""
-    c, model_config, use, data_config, path = parse(argv)
+def check_uses(c, argv):
+    """Ways to use a checkpoint are given one at a time, and not empty."""
     for flag in ("solve", "sample", "export"):
         if not getattr(c, flag) and any(word.split("=")[0] == f"--{flag}" for word in argv):
             give = dict(solve="a puzzle, or a file of them", sample="the beginning of a text", export="a file's name")
             raise UserError(f"--{flag} is empty; give {give[flag]}")
     if sum(map(bool, (c.eval_only, c.solve, c.sample, c.export))) > 1:
         raise UserError("more than one of --eval_only, --solve, --sample and --export; give one at a time")
+
+
+def run(argv):
+    """Do what the flags say. Returns the name of the signal that stopped a training, or None."""
+    c, model_config, use, data_config, path = parse(argv)
+    check_uses(c, argv)
     if path is None and c.model in BASES:
         if stopped := train_base(c, model_config, data_config):
             return stopped
