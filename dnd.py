@@ -521,8 +521,8 @@ class DND(nn.Module):
         """tokens (B, T) integer -> what `head` turns into logits (B, T, C).
 
         depth: 2, or 1 for the plain Qwen3. cache: a NestedKVCache that the tokens go on from; positions (B, T): where
-        in the text the tokens are, default 0, 1, ... or on from the cache. is_token (B, T) bool: false for padding, at the
-        right. trace: a list to which each nested layer appends (selected (B, T) bool, p (B, T) float32). Raises
+        in the text the tokens are, default 0, 1, ... or on from the cache. is_token (B, T) bool: false for padding, at
+        the right. trace: a list to which each nested layer appends (selected (B, T) bool, p (B, T) float32). Raises
         ValueError for texts that are longer than block_size and for other depths.
         """
         check_depth(depth)
