@@ -74,7 +74,7 @@ IGNORE = -100  # the target of a token that is not scored
 
 
 @dataclass
-class DNDConfig:
+class Qwen3Config:
     # what goes in and out; train.py takes these from the data
     vocab_size: int = 151936  # tokens, padded as the checkpoint has it
     block_size: int = 40960  # longest text, in tokens
@@ -95,6 +95,36 @@ class DNDConfig:
     norm_topk_prob: bool = True  # the weights of a token's experts sum to 1
     decoder_sparse_step: int = 1  # every so many layers one has experts, the others an MLP
     mlp_only_layers: str = ""  # layers that have an MLP all the same, as "0,3"
+    # memory
+    checkpoint_layers: bool = False  # recompute every layer in the backward pass: less memory, more time
+
+    nested = range(0)  # the layers that have a nested pass
+    limits = dict(rope_base=(1, 1e12), rms_norm_eps=(0, 1), num_experts=(0, 2**16))
+
+    def __post_init__(self):
+        for name, field in self.__dataclass_fields__.items():
+            value, (least, most) = getattr(self, name), self.limits.get(name, (1, 2**31))
+            if field.type in (int, float) and not (isinstance(value, (int, field.type)) and least <= value <= most):
+                raise ValueError(f"{name} {value!r}: give a number from {least} to {most:g}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim}: rotary turns pairs of features; give an even number")
+        if self.n_head % self.n_kv_head:
+            raise ValueError(f"n_head {self.n_head} with n_kv_head {self.n_kv_head}: each head of keys serves as many "
+                             "heads of queries; make n_head a multiple")
+        if self.num_experts and self.num_experts_per_tok > self.num_experts:
+            raise ValueError(f"num_experts_per_tok {self.num_experts_per_tok}: give 1 to num_experts, "
+                             f"{self.num_experts}")
+        if not re.fullmatch(r"(\d+(,\d+)*)?", self.mlp_only_layers):
+            raise ValueError(f"mlp_only_layers {self.mlp_only_layers!r}: give layers as 0,3 or nothing")
+
+    def has_experts(self, layer):
+        """Whether a layer, from 0, has experts rather than an MLP."""
+        return (self.num_experts > 0 and (layer + 1) % self.decoder_sparse_step == 0
+                and str(layer) not in self.mlp_only_layers.split(","))
+
+
+@dataclass
+class DNDConfig(Qwen3Config):
     # nested passes
     nested_first: int = -1  # first layer that may take a token twice; -1 = none: the plain Qwen3
     nested_last: int = -1  # last one
@@ -109,43 +139,25 @@ class DNDConfig:
     alpha: float = 0.03  # how fast tau follows the share selected; 0 = not at all
     gamma: float = 0.5  # how far tau is drawn to the scores' own quantile; 0 = not at all
     sync_interval: int = 50  # steps between two times that it is
-    checkpoint_layers: bool = False  # recompute every layer in the backward pass: less memory, more time
+
+    limits = Qwen3Config.limits | dict(
+        nested_first=(-1, 2**16), nested_last=(-1, 2**16), k_target=(0, 1), beta_init=(-10, 10), tau_init=(-1, 2),
+        lambda_sd=(0, 1e6), lambda_dp=(0, 1e6), lambda_z=(0, 1e6), alpha=(0, 1), gamma=(0, 1))
 
     def __post_init__(self):
-        limits = dict(k_target=(0, 1), alpha=(0, 1), gamma=(0, 1), lambda_sd=(0, 1e6), lambda_dp=(0, 1e6),
-                      lambda_z=(0, 1e6), beta_init=(-10, 10), tau_init=(-1, 2), rope_base=(1, 1e12),
-                      rms_norm_eps=(0, 1), num_experts=(0, 2**16), nested_first=(-1, 2**16), nested_last=(-1, 2**16))
-        for name, field in DNDConfig.__dataclass_fields__.items():
-            value, (least, most) = getattr(self, name), limits.get(name, (1, 2**31))
-            if field.type in (int, float) and not (isinstance(value, (int, field.type)) and least <= value <= most):
-                raise ValueError(f"{name} {value!r}: give a number from {least} to {most:g}")
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim {self.head_dim}: rotary turns pairs of features; give an even number")
-        if self.n_head % self.n_kv_head:
-            raise ValueError(f"n_head {self.n_head} with n_kv_head {self.n_kv_head}: each head of keys serves as many "
-                             "heads of queries; make n_head a multiple")
+        super().__post_init__()
         if self.nested_positions not in ("compact", "original"):
             raise ValueError(f"nested_positions {self.nested_positions!r}: choose compact or original")
-        if self.num_experts and self.num_experts_per_tok > self.num_experts:
-            raise ValueError(f"num_experts_per_tok {self.num_experts_per_tok}: give 1 to num_experts, "
-                             f"{self.num_experts}")
         first, last = self.nested_first, self.nested_last
         if (first, last) != (-1, -1) and not 0 <= first <= last < self.n_layer:
             raise ValueError(f"nested_first {first}, nested_last {last}: give the first and the last of the layers 0 "
                              f"to {self.n_layer - 1}, or -1 for both")
-        if not re.fullmatch(r"(\d+(,\d+)*)?", self.mlp_only_layers):
-            raise ValueError(f"mlp_only_layers {self.mlp_only_layers!r}: give layers as 0,3 or nothing")
 
     @property
     def nested(self):
         """The layers that have a nested pass."""
         off = self.nested_first == self.nested_last == -1
         return range(0) if off else range(self.nested_first, self.nested_last + 1)
-
-    def has_experts(self, layer):
-        """Whether a layer, from 0, has experts rather than an MLP."""
-        return (self.num_experts > 0 and (layer + 1) % self.decoder_sparse_step == 0
-                and str(layer) not in self.mlp_only_layers.split(","))
 
 
 @dataclass
@@ -320,6 +332,12 @@ class Packed:
         self.place = self.index + before[self.row]  # (k,) among all
         self.max_seqlen, self.longest = torch.stack([lengths.max(), (lengths + before).max()]).tolist()
 
+    @classmethod
+    def at(cls, positions):
+        """All tokens of rows (B, T), of which those at position 0 begin a text."""
+        begins = (positions.flatten() == 0).nonzero()[:, 0]
+        return cls(positions.numel(), F.pad(begins, (0, 1), value=positions.numel()).int())
+
     def pad(self, x):
         """x (k, ...) -> (B, max_seqlen, ...), zeros where a text has fewer."""
         padded = x.new_zeros(len(self.lengths), self.max_seqlen, *x.shape[1:])
@@ -332,6 +350,10 @@ class Packed:
             return varlen_attn(q, k, v, ends, ends, most, most, window_size=(-1, 0), enable_gqa=True)
         # padding is at the right, where nobody but padding looks
         return causal_attention(self.pad(q), self.pad(k), self.pad(v))[self.row, self.index]
+
+    def attend_rows(self, q, k, v):
+        """The same for all tokens of rows that hold several texts. q (B, T, nh, hd), k, v (B, T, G, hd) -> as q."""
+        return self.attend(*(part.flatten(0, 1) for part in (q, k, v))).view_as(q)
 
 
 class Nesting(nn.Module):
@@ -364,17 +386,24 @@ class Nesting(nn.Module):
         selected = p > self.tau[j]
         return p, selected if is_token is None else selected & is_token
 
-    def losses(self, trace, is_token):
+    def losses(self, trace, is_token, texts=None):
         """The weighted sum of L_sd, L_dp and L_z, each the mean over nested layers, and metrics of each layer.
 
-        trace: [(selected, p)] as forward leaves it. L_sd is the mean over texts of their entropies, the others are
-        means over tokens.
+        trace: [(selected, p)] as forward leaves it. texts: as there, default a text per row. L_sd is the mean over
+        texts of their entropies, the others are means over tokens.
         """
-        c, weight, has_tokens = self.config, is_token.float(), is_token.any(dim=-1).float()  # (B, T), (B,)
+        c, weight = self.config, is_token.float()  # (B, T)
         selected, p = (torch.stack(part) for part in zip(*trace))  # (L, B, T) each
         n = weight.sum()
-        total = (p * weight).sum(dim=-1).clamp(min=1e-30)  # (L, B)
-        entropy = total.log() - (p * p.clamp(min=1e-30).log() * weight).sum(dim=-1) / total
+
+        def per_text(values):  # (..., B, T) -> (..., number of texts): sums over tokens
+            if texts is None:
+                return (values * weight).sum(dim=-1)
+            sums = values.new_zeros(*values.shape[:-2], len(texts.lengths))
+            return sums.index_add(-1, texts.row, (values * weight).flatten(-2))
+
+        total, has_tokens = per_text(p).clamp(min=1e-30), (per_text(weight) > 0).float()
+        entropy = total.log() - per_text(p * p.clamp(min=1e-30).log()) / total  # (L, number of texts)
         L_sd = (entropy * has_tokens).sum(dim=-1) / has_tokens.sum().clamp(min=1)  # (L,)
         L_dp, L_z = ((part**2 * weight).sum(dim=(1, 2)) / n.clamp(min=1) for part in (p - 0.5, p.logit(eps=1e-6)))
         loss = (c.lambda_sd * L_sd + c.lambda_dp * L_dp + c.lambda_z * L_z).mean()
@@ -479,8 +508,10 @@ def sample(logits, temperature, top_k=-1, top_p=1.0, generator=None):
 
 
 class DND(nn.Module):
-    bar = ("loss", "ratio")  # metrics on train.py's progress bar
-    rate = "tokens"  # the metric that the bar also counts per second
+    """A Qwen3 with nested passes; with a Qwen3Config, or without nested layers, the plain one."""
+
+    rate = "tokens"  # the metric that train.py's progress bar also counts per second
+    unit = "layers"  # what stream counts for each token
     Carry = None  # nothing survives a training step
 
     def __init__(self, config):
@@ -496,6 +527,11 @@ class DND(nn.Module):
             if parameter.ndim > 1 and not name.startswith("nesting."):
                 nn.init.normal_(parameter, std=0.02)  # as Qwen3's initializer_range
 
+    @property
+    def bar(self):
+        """Metrics on train.py's progress bar."""
+        return ("loss", "ratio") if self.config.nested else ("loss",)
+
     def rotary(self, positions):
         """Rows of the rotary table (..., 2, hd/2), no buffer, so that it stays float32 in a bfloat16 model."""
         if self.table is None or self.table.device != positions.device:
@@ -509,24 +545,26 @@ class DND(nn.Module):
 
     # ---- forward
 
-    def forward(self, tokens, targets=None, depth=2, cache=None, positions=None, is_token=None, trace=None):
+    def forward(self, tokens, targets=None, **options):
         """tokens (B, T) integer -> logits (B, T, V), loss (CE, float32 scalar, or None without targets).
 
-        targets: (B, T) integer, shifted already, IGNORE where not scored. The rest as in hidden_states.
+        targets: (B, T) integer, shifted already, IGNORE where not scored. options: as in hidden_states.
         """
-        logits = self.head(self.hidden_states(tokens, depth, cache, positions, is_token, trace))
+        logits = self.head(self.hidden_states(tokens, **options))
         return logits, None if targets is None else mean_loss(logits.flatten(0, 1), targets.flatten())
 
-    def hidden_states(self, tokens, depth=2, cache=None, positions=None, is_token=None, trace=None):
+    def hidden_states(self, tokens, depth=2, cache=None, positions=None, is_token=None, trace=None, texts=None):
         """tokens (B, T) integer -> what `head` turns into logits (B, T, C).
 
         depth: 2, or 1 for the plain Qwen3. cache: a NestedKVCache that the tokens go on from; positions (B, T): where
-        in the text the tokens are, default 0, 1, ... or on from the cache. is_token (B, T) bool: false for padding, at
+        in the text the tokens are, default 0, 1, ... or on from the cache. texts: a Packed of all B * T tokens, if rows
+        hold several texts, which do not see each other; not with a cache. is_token (B, T) bool: false for padding, at
         the right. trace: a list to which each nested layer appends (selected (B, T) bool, p (B, T) float32). Raises
         ValueError for texts that are longer than block_size and for other depths.
         """
         check_depth(depth)
         start = 0 if cache is None else cache.length
+        positions = positions if texts is None else texts.place.view(tokens.shape)
         length = start + tokens.shape[1] if positions is None else int(positions.max()) + 1
         if length > self.config.block_size:
             raise ValueError(f"a text of {length} tokens: this model reads at most {self.config.block_size} "
@@ -540,7 +578,8 @@ class DND(nn.Module):
         if kind != "meta" and torch.is_autocast_enabled(kind):  # the residual stream too is in autocast's dtype
             x = x.to(torch.get_autocast_dtype(kind))
         for index, layer in enumerate(self.layers):
-            attend = causal_attention if cache is None else partial(cache.attend, index)
+            attend = causal_attention if texts is None else texts.attend_rows
+            attend = attend if cache is None else partial(cache.attend, index)
             x = self.run(layer, x, rotary, attend)
             if depth == 2 and index in self.config.nested:
                 j = index - self.config.nested_first
@@ -548,7 +587,7 @@ class DND(nn.Module):
                 if trace is not None:
                     trace.append((selected, p))
                 # selected is an argument, so that the backward pass cannot come to select others
-                x = self.run(self.nested_pass, layer, j, x, p, selected, positions, cache)
+                x = self.run(self.nested_pass, layer, j, x, p, selected, positions, cache, texts)
         return self.norm(x)
 
     def run(self, part, *inputs):
@@ -557,14 +596,17 @@ class DND(nn.Module):
             return checkpoint(part, *inputs, use_reentrant=False)
         return part(*inputs)
 
-    def nested_pass(self, layer, j, x_v, p, selected, positions, cache=None):
+    def nested_pass(self, layer, j, x_v, p, selected, positions, cache=None, texts=None):
         """Take the selected tokens through their layer once more: x_v (B, T, C), p, selected (B, T) -> (B, T, C)."""
-        x_s, cu_seqlens, column = pack(x_v, selected)  # (k, C), (B + 1,), (k,)
+        x_s, cu_seqlens, _ = pack(x_v, selected)  # (k, C), (B + 1,)
         if not len(x_s) and not torch.is_grad_enabled():
             return x_v
+        if texts is not None:  # of the selected, too, each sees those of its own text, not of its row
+            counts = torch.bincount(texts.row[selected.flatten()], minlength=len(texts.lengths))
+            cu_seqlens = F.pad(counts.cumsum(dim=0), (1, 0)).int()
         packed = Packed(len(x_s), cu_seqlens, None if cache is None else cache.counts[j])
         compact = self.config.nested_positions == "compact"
-        rotary = self.rotary(packed.place if compact else positions[packed.row, column])  # (k, 2, hd/2)
+        rotary = self.rotary(packed.place if compact else positions[selected])  # (k, 2, hd/2)
         x_d = layer(x_s, rotary, packed.attend if cache is None else partial(cache.attend_nested, j, packed))
         return unpack_fuse(x_v, x_d, p, self.nesting.beta[j], selected)
 
@@ -573,18 +615,22 @@ class DND(nn.Module):
     def step(self, batch, carry=None):
         """Loss of a micro-batch: inputs, labels (B, T); the backward pass and the optimizer step are the caller's.
 
+        Rows may hold several texts: then the batch has positions (B, T), where each token is in its text, from 0.
         Returns (loss, metrics, None). loss: CE, the mean over labelled tokens, and the weighted losses of the scores.
         metrics: name -> (total, count), to be added up over steps and ranks and then divided; the count of "loss" is
         what the loss is a mean over. ratio: share of the tokens that were selected, of each nested layer ratio_LAYER.
         """
         inputs, labels, trace = batch["inputs"], batch["labels"], []
+        texts = Packed.at(batch["positions"]) if "positions" in batch else None
         scored = labels != IGNORE  # (B, T); the head is only computed where it counts
         is_token = scored.flip(1).cumsum(dim=1).flip(1) > 0  # up to the row's last label
-        hidden = self.hidden_states(inputs, is_token=is_token, trace=trace)
+        hidden = self.hidden_states(inputs, texts=texts, is_token=is_token, trace=trace)
         ce, count = mean_loss(self.head(hidden[scored]), labels[scored]), scored.sum()
-        control, metrics = self.nesting.losses(trace, is_token) if trace else (0.0, {"ratio": (0, 0)})
+        control, metrics, ratio = 0.0, {}, 0
+        if trace:
+            control, metrics = self.nesting.losses(trace, is_token, texts)
+            ratio = metrics["ratio"][0] / (inputs.numel() * len(trace))
         loss = ce + control
-        ratio = metrics["ratio"][0] / (inputs.numel() * max(len(trace), 1))
         return loss, {"loss": (loss.detach() * count, count), "ce": (ce.detach() * count, count), **metrics,
                       "tokens": (inputs.numel(), 1), "flops": (self.flops(inputs.shape, ratio), 1)}, None
 
@@ -601,7 +647,9 @@ class DND(nn.Module):
         ratio: share of the tokens that is selected in each nested layer, default k_target; 0 = the plain Qwen3.
         """
         c, (B, T) = self.config, shape
-        ratio, heads = c.k_target if ratio is None else ratio, c.n_head * c.head_dim
+        if ratio is None:
+            ratio = c.k_target if c.nested else 0
+        heads = c.n_head * c.head_dim
         attention = 2 * c.n_embd * (heads + c.n_kv_head * c.head_dim)
         experts = c.n_embd * (c.num_experts + 3 * c.moe_intermediate_size * c.num_experts_per_tok)
         total = c.vocab_size * c.n_embd * T
@@ -635,8 +683,9 @@ class DND(nn.Module):
     def cache_size(self, length, max_new_tokens=200, depth=2, **_):
         """Bytes of the cache that stream takes for a prompt of `length` tokens if k_target of them are selected."""
         plain = self.new_cache(1, length + max_new_tokens, "meta").nbytes
-        share = self.config.k_target * len(self.config.nested) / self.config.n_layer if depth == 2 else 0
-        return plain + int(share * plain)
+        if depth == 1 or not self.config.nested:
+            return plain
+        return plain + int(self.config.k_target * len(self.config.nested) / self.config.n_layer * plain)
 
     @torch.no_grad()
     def stream(self, prompts, stop=(), seed=0, **options):
@@ -740,8 +789,8 @@ class DND(nn.Module):
 
     @staticmethod
     def pretrained_config(path):
-        """DNDConfig fields, as a dict, of a Hugging Face folder of a Qwen3 or of a checkpoint of train.py's."""
-        return _folder_config(path) if os.path.isdir(path) else read_run(path, dnd=DNDConfig)["model_config"]
+        """Config fields, as a dict, of a Hugging Face folder of a Qwen3 or of a checkpoint of train.py's."""
+        return _folder_config(path) if os.path.isdir(path) else read_run(path, **KINDS)["model_config"]
 
     @classmethod
     def load_pretrained(cls, path, dtype=torch.float32, **overrides):
@@ -754,7 +803,7 @@ class DND(nn.Module):
         """
         config = cls.pretrained_config(path) | overrides
         with torch.device("meta"):  # no memory until the weights arrive
-            model = cls(DNDConfig(**config))
+            model = cls((DNDConfig if "nested_first" in config else Qwen3Config)(**config))
         state = _folder_state(path, model, dtype) if os.path.isdir(path) else _run_state(path, model, dtype)
         model.load_state_dict(state, assign=True)
         return model.eval()
@@ -762,18 +811,20 @@ class DND(nn.Module):
 
 # ---- reading checkpoints
 
+KINDS = dict(dnd=DNDConfig, qwen3=Qwen3Config)
 
-def read_run(path, **kind):
-    """A checkpoint of train.py's -> its dict. kind: the model's name and its config's class, as dnd=DNDConfig."""
+
+def read_run(path, **kinds):
+    """A checkpoint of train.py's -> its dict. kinds: names of models and their config classes, as dnd=DNDConfig."""
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # foreign bytes break the reader in any way: KeyError, IndexError, struct.error
         raise ValueError(f"{path}: not a readable checkpoint ({type(error).__name__}); give one that train.py saved, "
                          "or a folder with config.json and .safetensors files") from None
-    (name, config_class), = kind.items()
     fields = saved.get("model_config") if isinstance(saved, dict) else None
-    if not isinstance(fields, dict) or set(fields) != set(config_class.__dataclass_fields__):
-        raise ValueError(f"{path}: is no checkpoint of a {name}; give one that train.py saved with --model {name}")
+    if not isinstance(fields, dict) or all(set(fields) != set(c.__dataclass_fields__) for c in kinds.values()):
+        raise ValueError(f"{path}: is no checkpoint of a {' or '.join(kinds)}; give one that train.py saved with "
+                         f"--model {'|'.join(kinds)}")
     return saved
 
 
@@ -787,7 +838,7 @@ def check_shapes(path, found, expected):
 
 def _run_state(path, model, dtype):
     """The weights in a file of train.py's, the averaged ones where it has them, without wrappers' prefixes."""
-    saved, state = read_run(path, dnd=DNDConfig), {}
+    saved, state = read_run(path, **KINDS), {}
     for key, value in (saved.get("ema") or saved["model"]).items():
         if key != "n_averaged":
             state[re.sub(r"_orig_mod\.|module\.", "", key)] = value
@@ -806,7 +857,7 @@ def _new_nesting(model, dtype):
 
 
 def _folder_config(folder):
-    """DNDConfig fields of a Hugging Face config.json, in either of its spellings."""
+    """Qwen3Config fields of a Hugging Face config.json, in either of its spellings."""
     path = os.path.join(folder, "config.json")
     try:
         with open(path, encoding="utf-8") as file:
@@ -822,7 +873,7 @@ def _folder_config(folder):
                  tie_embeddings="tie_word_embeddings", rope_base="rope_theta")
     theirs = {"rope_theta": rope.get("rope_theta"), "tie_word_embeddings": False,
               "num_experts": theirs.get("num_local_experts", 0)} | theirs
-    fields = {name: theirs.get(names.get(name, name)) for name in DNDConfig.__dataclass_fields__}
+    fields = {name: theirs.get(names.get(name, name)) for name in Qwen3Config.__dataclass_fields__}
     fields["mlp_only_layers"] = ",".join(map(str, fields["mlp_only_layers"] or []))
     for name in (*names, "head_dim", "intermediate_size", "vocab_size"):
         if fields[name] is None:
@@ -910,3 +961,5 @@ PRESETS = {  # parameters, nested layers included; train.py has the recipe that 
     "qwen3-30b-a3b": DNDConfig(n_layer=48, n_head=32, n_kv_head=4, num_experts=128, tie_embeddings=False,
                                nested_first=4, nested_last=43),  # 30,532,204,584, of which 3,353,114,664 active
 }
+PLAIN_PRESETS = {name: Qwen3Config(**{field: getattr(config, field) for field in Qwen3Config.__dataclass_fields__})
+                 for name, config in PRESETS.items()}  # of what DND goes on

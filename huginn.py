@@ -317,6 +317,7 @@ def sample(logits, temperature, top_k=-1, top_p=1.0, generator=None):
 class Huginn(nn.Module):
     bar = ("loss", "num_steps")  # metrics on train.py's progress bar
     rate = "tokens"  # the metric that the bar also counts per second
+    unit = "steps"  # what stream counts for each token
     Carry = None  # nothing survives a training step
 
     def __init__(self, config):
@@ -690,17 +691,17 @@ class Huginn(nn.Module):
 # ---- reading checkpoints
 
 
-def read_run(path, **kind):
-    """A checkpoint of train.py's -> its dict. kind: the model's name and its config's class, as huginn=HuginnConfig."""
+def read_run(path, **kinds):
+    """A checkpoint of train.py's -> its dict. kinds: names of models and their config classes, as huginn=HuginnConfig."""
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # foreign bytes break the reader in any way: KeyError, IndexError, struct.error
         raise ValueError(f"{path}: not a readable checkpoint ({type(error).__name__}); give one that train.py saved, "
                          "or a folder with config.json and .safetensors files") from None
-    (name, config_class), = kind.items()
     fields = saved.get("model_config") if isinstance(saved, dict) else None
-    if not isinstance(fields, dict) or set(fields) != set(config_class.__dataclass_fields__):
-        raise ValueError(f"{path}: is no checkpoint of a {name}; give one that train.py saved with --model {name}")
+    if not isinstance(fields, dict) or all(set(fields) != set(c.__dataclass_fields__) for c in kinds.values()):
+        raise ValueError(f"{path}: is no checkpoint of a {' or '.join(kinds)}; give one that train.py saved with "
+                         f"--model {'|'.join(kinds)}")
     return saved
 
 

@@ -12,6 +12,9 @@
     python train.py --model huginn --sample 'PROMPT' --init_from DIR   the same with a Hugging Face copy of huginn-0125
     python train.py --model modr --data arith                          branches and a router on the newest Huginn
     python train.py --model modr --export FILE --branch 2 --gate off   one of its branches as a plain Huginn
+    python train.py --model qwen3 --data arith                         a small Qwen3, as a base for DND
+    python train.py --model dnd --data arith                           nested passes for the newest Qwen3
+    python train.py --model dnd --data arith --init_from DIR           the same for a Hugging Face folder of a Qwen3
 
 Flags are the fields of four dataclasses: TrainConfig here, the model's config, how the model is used once it is
 trained (to solve or to write), and the data's config. A value comes from the first of these that names it: the command
@@ -28,9 +31,10 @@ The loop knows a model through one contract, the same for all of them
     Model.load_pretrained(path, **overrides)              published weights, or a checkpoint of this script
     Model.pretrained_config(path)                         its config's fields, as a dict
     model.parts_to_compile()                              what --compile compiles
-    model.variants(), model.merged(branch)                where it goes on another model, see BASES: other ways to use
-                                                          what was trained, by title; the other model with that merged
-    Model.Carry, Model.bar, Model.rate                    the carry's class; metrics on the bar; the one per second
+    model.variants(), model.merged(branch)                of a model with branches: other ways to use what was trained,
+                                                          by title; the model that it goes on with a branch merged
+    Model.Carry, model.bar, Model.rate, Model.unit        the carry's class; metrics on the bar; the one per second;
+                                                          what its stream counts for each token
 where the count of the metric "loss" is what a loss is a mean over, and data through
     load(config, prepare, saved)                          saved: what a checkpoint kept of state()
     data.summary(), .model_args, .longest, .state()       lines for the log; what a model must know, and hold; to keep
@@ -64,6 +68,7 @@ import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm import tqdm
 
+import dnd
 import hrm
 import huginn
 import modr
@@ -77,7 +82,7 @@ from data.tokenizer import huggingface_tokenizer
 @dataclass
 class TrainConfig:
     # what to run
-    model: Literal["hrm", "huginn", "modr"] = "hrm"  # the method
+    model: Literal["hrm", "huginn", "modr", "qwen3", "dnd"] = "hrm"  # the method
     data: Literal["", "sudoku", "arith", "text", "math"] = ""  # the task; empty = the model's first, sudoku or arith
     preset: str = ""  # named sizes and recipe of the model; empty = the one for this device
     init_from: str = "scratch"  # scratch, resume (go on with a run), or a run or published checkpoint to start from
@@ -99,7 +104,8 @@ class TrainConfig:
     grad_accum: int = 1  # parts that a batch is computed in, one after another, to save memory
     lr: float = 1e-3  # learning rate
     warmup_steps: int = 100  # steps of linear warm-up; 0 = none
-    decay_steps: int = -1  # step at which lr has fallen (cosine) to a twentieth; -1 = constant after the warm-up
+    decay_steps: int = -1  # step at which lr has fallen (cosine) to its last value; -1 = constant after the warm-up
+    last_lr: float = 0.05  # that value, as a share of lr
     weight_decay: float = 0.1  # decoupled, scaled by lr
     beta1: float = 0.9  # decay of the first moment
     beta2: float = 0.95  # decay of the second moment
@@ -113,7 +119,7 @@ class TrainConfig:
     def __post_init__(self):
         limits = {"seed": (0, 2**32 - 1), "batch_size": (1, 2**20), "grad_accum": (1, 2**20),
                   "eval_batch_size": (1, 2**20), "lr": (0, 1e38),
-                  "ema": (0, 0.99999), "beta1": (0, 0.99999), "beta2": (0, 0.99999), "weight_decay": (0, 1e3),
+                  "last_lr": (0, 1), "ema": (0, 0.99999), "beta1": (0, 0.99999), "beta2": (0, 0.99999), "weight_decay": (0, 1e3),
                   "warmup_steps": (0, 2**40)}
         or_off = ("max_steps", "time_limit", "decay_steps", "grad_clip", "eval_interval")
         for name, (least, most) in limits.items():
@@ -129,13 +135,16 @@ class TrainConfig:
 
 MODELS = {"hrm": (hrm.HRM, hrm.HRMConfig, hrm.PRESETS, hrm.SolveConfig),
           "huginn": (huginn.Huginn, huginn.HuginnConfig, huginn.PRESETS, huginn.GenerateConfig),
-          "modr": (modr.MoDr, modr.MoDrConfig, modr.PRESETS, huginn.GenerateConfig)}
-BASES = {"modr": "huginn"}  # the trained model that it goes on
+          "modr": (modr.MoDr, modr.MoDrConfig, modr.PRESETS, huginn.GenerateConfig),
+          "qwen3": (dnd.DND, dnd.Qwen3Config, dnd.PLAIN_PRESETS, dnd.GenerateConfig),
+          "dnd": (dnd.DND, dnd.DNDConfig, dnd.PRESETS, dnd.GenerateConfig)}
+MINUTES = {"huginn": "ten to fifteen minutes", "qwen3": "five to ten minutes"}
+BASES = {"modr": "huginn", "dnd": "qwen3"}  # the trained model that it goes on
 DATA = {"sudoku": (sudoku.SudokuConfig, sudoku.load), "arith": (arith.ArithConfig, arith.load),
         "text": (text.TextConfig, text.load), "math": (math_sets.MathConfig, math_sets.load)}
 TEXTS = ("arith", "text", "math")
-USES = {"hrm": ("sudoku",), "huginn": TEXTS, "modr": TEXTS}  # what it can learn from; the first is the default
-ON_CUDA = {"hrm": "paper", "huginn": "small", "modr": "nano"}  # that trains on a 24 GB card; on a CPU the first preset
+USES = {"hrm": ("sudoku",)} | dict.fromkeys(("huginn", "modr", "qwen3", "dnd"), TEXTS)  # the first is the default
+ON_CUDA = {"hrm": "paper", "huginn": "small"}  # that trains on a 24 GB card; other models and on a CPU the first preset
 
 # What a preset sets beside the model: fields of TrainConfig and of the data's config.
 RECIPES = {
@@ -153,11 +162,16 @@ RECIPES = {
                            time_limit=15, grad_clip=1.0, eval_batch_size=400, depths="1,2,3,4,6,12"),
     ("modr", "small"): dict(lr=5e-4, weight_decay=0.0, max_steps=1500, decay_steps=1500, batch_size=64, grad_accum=4,
                             grad_clip=1.0, eval_batch_size=16, depths="1,4,8,16,32"),
+    ("qwen3", "nano"): dict(lr=2e-3, max_steps=1500, decay_steps=1500, time_limit=15, grad_clip=1.0, ema=0.99,
+                            eval_batch_size=400, depths="1"),
+    ("dnd", "nano"): dict(lr=1e-3, max_steps=1000, decay_steps=1000, time_limit=15, grad_clip=1.0, ema=0.99,
+                          eval_batch_size=400, depths="1,2"),
     ("modr", "paper"): dict(lr=1e-4, weight_decay=0.0, max_steps=1500, decay_steps=1500, batch_size=64, grad_accum=16,
                             grad_clip=1.0, eval_batch_size=4, checkpoint_core=True, depths="1,4,8,16,32"),
 }
 TUNING = dict(batch_size=16, grad_accum=16, lr=1e-5, warmup_steps=50, max_steps=1000, decay_steps=1000,
               eval_batch_size=16)  # of a language model from a Hugging Face folder
+TUNING_OF = {"dnd": dict(lr=5e-6, last_lr=0.2, grad_clip=1.0)}  # in which a model differs; these are the paper's
 # fields that belong to one call and are not taken from a checkpoint
 OF_THIS_CALL = ("init_from", "out_dir", "eval_only", "solve", "sample", "export", "stop", "device")
 LOG_EVERY = 10  # steps between looks at the metrics: each look waits for the device
@@ -241,14 +255,15 @@ def parse(argv):
     if not preset:  # published weights are of the largest, whatever this machine is
         published = path and "model_config" not in saved
         on_cuda = device_name(known.device).startswith("cuda")
-        preset = list(presets)[-1] if published else ON_CUDA[known.model] if on_cuda else list(presets)[0]
+        preset = ON_CUDA.get(known.model) if on_cuda else None
+        preset = nearest_preset(path, known.model) if published else preset or list(presets)[0]
     if preset not in presets:
         raise UserError(f"--preset {preset}: {known.model} has {', '.join(presets)}; choose one of these")
     recipe = RECIPES.get((known.model, preset), {})
     defaults = asdict(presets[preset]) | recipe
     defaults |= {"preset": preset, "model": known.model, "data": known.data}
     if path and os.path.isdir(path):  # published weights of this size are tuned, not trained as they were
-        defaults |= TUNING
+        defaults |= TUNING | TUNING_OF.get(known.model, {})
     if path:
         with user_errors():
             defaults |= model_class.pretrained_config(path)
@@ -267,6 +282,14 @@ def parse(argv):
     values = vars(parser.parse_args(argv))
     with user_errors():
         return *(c(**{f.name: values[f.name] for f in dataclasses.fields(c)}) for c in classes), path
+
+
+def nearest_preset(path, model):
+    """The preset that shares most settings with published weights."""
+    Model, _, presets, _ = MODELS[model]
+    with user_errors():
+        theirs = Model.pretrained_config(path)
+    return max(presets, key=lambda name: len(theirs.items() & asdict(presets[name]).items()))
 
 
 def only_uses(c):
@@ -520,10 +543,10 @@ def use_options(c, use, data):
 
 
 def lr_factor(c, step):
-    """Linear warm-up, then constant, or a cosine down to a twentieth at decay_steps."""
+    """Linear warm-up, then constant, or a cosine down to last_lr at decay_steps."""
     warm = min(1.0, (step + 1) / max(c.warmup_steps, 1))
     done = min(step / max(c.decay_steps, 1), 1.0) if c.decay_steps >= 0 else 0.0
-    return warm * (0.525 + 0.475 * math.cos(math.pi * done))
+    return warm * (c.last_lr + (1 - c.last_lr) * (0.5 + 0.5 * math.cos(math.pi * done)))
 
 
 def clock(seconds):
@@ -580,6 +603,7 @@ class Trainer:
         if saved["scaler"]:  # empty unless that run was in float16
             self.scaler.load_state_dict(saved["scaler"])
         self.step, self.elapsed, self.best = saved["step"], saved["elapsed"], saved["best"]
+        self.c.init_from = saved["config"]["init_from"]
         for name in ("batch_size", "grad_accum"):
             if getattr(self.c, name) != saved["config"][name]:
                 raise UserError(f"--{name} {getattr(self.c, name)}: this run is at a place in the data that goes with "
@@ -771,6 +795,7 @@ USAGE = """train.py trains, evaluates and uses the models of this project. For e
   python train.py --model huginn --data arith                    train a small Huginn on arithmetic, then test it
   python train.py --model huginn --sample '00012+00345='         write on from a prompt with the newest run
   python train.py --model modr --data arith                      branches for the newest Huginn, and a router
+  python train.py --model dnd --data arith                       nested passes for the newest Qwen3
   python train.py --model hrm --data sudoku --help               all flags and the values in force"""
 
 
@@ -825,6 +850,7 @@ def run(argv):
         return score(c, use, model, data, machine)
     with user_errors():
         os.makedirs(folder, exist_ok=True)
+    c.init_from = c.init_from if c.init_from == "resume" else path or "scratch"  # a checkpoint tells what it began as
     trainer = Trainer(configs, model, data, machine, folder, read_checkpoint(path) if c.init_from == "resume" else None)
     if trainer.step and trainer.finished():
         raise UserError(f"the run in {folder} has reached its limit at step {trainer.step}; raise --max_steps "
@@ -845,11 +871,15 @@ def run(argv):
 
 def train_base(c, model_config, data_config):
     """Train the model that another goes on, by its preset. Returns the signal that stopped it, or None."""
-    base, fields = BASES[c.model], {"device": c.device, "dtype": c.dtype, "seed": c.seed} | asdict(data_config)
+    base = BASES[c.model]
+    if (base, c.preset) not in RECIPES:
+        raise UserError(f"--preset {c.preset} goes on a trained {base}; name one with --init_from, a run or a Hugging "
+                        "Face folder")
+    fields = {"device": c.device, "dtype": c.dtype, "seed": c.seed} | asdict(data_config)
     fields |= {name: getattr(model_config, name) for name in MODELS[base][1].__dataclass_fields__}
     fields = {name: value for name, value in fields.items() if name not in RECIPES[c.model, c.preset]}
     print(f"--model {c.model} goes on a trained {base}, and there is no run of one under out (--init_from names one "
-          f"elsewhere): training a {c.preset} one first, for nano ten to fifteen minutes on two cores\n", flush=True)
+          f"elsewhere): training a {c.preset} one first, for nano {MINUTES[base]} on two cores\n", flush=True)
     flags = (word for name, value in fields.items() for word in (f"--{name}", str(value)))
     return run(["--model", base, "--data", c.data, "--preset", c.preset, *flags])
 
@@ -890,7 +920,7 @@ def score(c, use, model, data, machine):
     groups, depths = data.groups(), parse_depths(c.depths)
     scores = evaluate(model, data, "test", c, use, machine, depths)
     print_scores("test split", scores, groups)
-    if c.model in BASES:
+    if hasattr(model, "variants"):
         name = next(iter(scores[depths[-1]]))  # the one that counts
         columns = {"as it is": scores[depths[-1]][name]}
         for title in model.variants():
@@ -902,8 +932,8 @@ def score(c, use, model, data, machine):
 def export(configs, model, data):
     """Write one branch of a model as a checkpoint of the model that it goes on."""
     c, base = configs[0], BASES.get(configs[0].model)
-    if base is None:
-        raise UserError(f"--export: a {c.model} has no branches to merge; use it with --model {'|'.join(BASES)}")
+    if not hasattr(model, "merged"):
+        raise UserError(f"--export: a {c.model} has no branches to merge; use it with --model modr")
     if os.path.exists(c.export):
         raise UserError(f"--export {c.export} exists; name a new file")
     with user_errors():
@@ -934,7 +964,7 @@ def write(c, use, model, data, machine, prompt):
     speed = len(steps) / (time.monotonic() - started)
     with machine.autocast():
         size = model.cache_size(len(data.tokenizer.encode(prompt)), **options) / 2**20
-    print(f"{len(steps)} tokens, {steps.mean():.1f} steps each, {speed:,.0f} tokens/s, cache {size:.1f} MiB\n")
+    print(f"{len(steps)} tokens, {steps.mean():.1f} {model.unit} each, {speed:,.0f} tokens/s, cache {size:.1f} MiB\n")
 
 
 def main(argv=None):
