@@ -525,7 +525,7 @@ class DND(nn.Module):
         self.table = None
         for name, parameter in self.named_parameters():
             if parameter.ndim > 1 and not name.startswith("nesting."):
-                nn.init.normal_(parameter, std=0.02)  # as Qwen3's initializer_range
+                nn.init.normal_(parameter, std=C**-0.5)  # about Qwen3's initializer_range, 0.02, at its width
 
     @property
     def bar(self):

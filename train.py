@@ -162,13 +162,14 @@ RECIPES = {
                            time_limit=15, grad_clip=1.0, eval_batch_size=400, depths="1,2,3,4,6,12"),
     ("modr", "small"): dict(lr=5e-4, weight_decay=0.0, max_steps=1500, decay_steps=1500, batch_size=64, grad_accum=4,
                             grad_clip=1.0, eval_batch_size=16, depths="1,4,8,16,32"),
-    ("qwen3", "nano"): dict(lr=2e-3, max_steps=1500, decay_steps=1500, time_limit=15, grad_clip=1.0, ema=0.99,
-                            eval_batch_size=400, depths="1"),
-    ("dnd", "nano"): dict(lr=1e-3, max_steps=1000, decay_steps=1000, time_limit=15, grad_clip=1.0, ema=0.99,
-                          eval_batch_size=400, depths="1,2"),
     ("modr", "paper"): dict(lr=1e-4, weight_decay=0.0, max_steps=1500, decay_steps=1500, batch_size=64, grad_accum=16,
                             grad_clip=1.0, eval_batch_size=4, checkpoint_core=True, depths="1,4,8,16,32"),
 }
+NANO = dict(lr=2e-3, max_steps=1500, decay_steps=1500, time_limit=15, grad_clip=1.0, ema=0.99, eval_batch_size=400)
+for size in dnd.PRESETS:
+    RECIPES["qwen3", size] = dict(depths="1") | (NANO if "nano" in size else {})
+    RECIPES["dnd", size] = dict(depths="1,2") | (NANO | dict(lr=1e-3, max_steps=1000, decay_steps=1000) if "nano" in size
+                                                 else {})
 TUNING = dict(batch_size=16, grad_accum=16, lr=1e-5, warmup_steps=50, max_steps=1000, decay_steps=1000,
               eval_batch_size=16)  # of a language model from a Hugging Face folder
 TUNING_OF = {"dnd": dict(lr=5e-6, last_lr=0.2, grad_clip=1.0)}  # in which a model differs; these are the paper's
@@ -285,11 +286,11 @@ def parse(argv):
 
 
 def nearest_preset(path, model):
-    """The preset that shares most settings with published weights."""
+    """The preset that shares most settings with published weights; of equals the largest."""
     Model, _, presets, _ = MODELS[model]
     with user_errors():
         theirs = Model.pretrained_config(path)
-    return max(presets, key=lambda name: len(theirs.items() & asdict(presets[name]).items()))
+    return max(reversed(presets), key=lambda name: len(theirs.items() & asdict(presets[name]).items()))
 
 
 def only_uses(c):
@@ -872,7 +873,7 @@ def run(argv):
 def train_base(c, model_config, data_config):
     """Train the model that another goes on, by its preset. Returns the signal that stopped it, or None."""
     base = BASES[c.model]
-    if (base, c.preset) not in RECIPES:
+    if "max_steps" not in RECIPES.get((base, c.preset), {}):  # too large to be trained by the way
         raise UserError(f"--preset {c.preset} goes on a trained {base}; name one with --init_from, a run or a Hugging "
                         "Face folder")
     fields = {"device": c.device, "dtype": c.dtype, "seed": c.seed} | asdict(data_config)

@@ -550,6 +550,32 @@ def test_ignored_targets_and_padding_do_not_count():
     assert loss.item() == 0 and metrics["loss"] == (0, 0), "nothing scored is no nan"
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_hold_several_texts_train_as_a_row_per_text(kind):
+    """Texts of 6, 3, 5 and 4 tokens: padded; and two to a row, the first row with padding, a text of its own."""
+    model, lengths = tiny(lambda_sd=0.5, lambda_dp=0.5, lambda_z=0.1, **kind).train(), (6, 3, 5, 4)
+    padded = batch_like(4, 6)
+    padded["labels"].masked_fill_(torch.arange(6) >= torch.tensor(lengths)[:, None], IGNORE)
+    rows = {name: [row[:n] for row, n in zip(padded[name], lengths)] for name in padded}
+    rows["positions"] = [torch.arange(n) for n in lengths]
+    filler = dict(inputs=torch.tensor([7]), labels=torch.tensor([IGNORE]), positions=torch.tensor([0]))
+    packed = {name: torch.stack([torch.cat([*parts[2:], filler[name]]), torch.cat([*parts[:2], filler[name]])])
+              for name, parts in rows.items()}
+    results = []
+    for batch in (padded, packed):
+        model.zero_grad()
+        loss, metrics, _ = model.step(batch)
+        loss.backward()
+        results.append((loss, metrics, {name: p.grad.clone() for name, p in model.named_parameters()}))
+    (loss, metrics, grads), (loss_packed, metrics_packed, grads_packed) = results
+    assert 0 < metrics["ratio"][0] < metrics["ratio"][1]
+    close(loss_packed, loss, atol=1e-5)
+    for name in set(metrics) - {"tokens", "flops"}:
+        close(*(torch.tensor([float(part) for part in m[name]]) for m in (metrics_packed, metrics)), atol=1e-5)
+    for name, grad in grads.items():
+        close(grads_packed[name], grad, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", [{}, MOE])
 def test_flops_are_counted_as_the_profiler_does(kind):
     from torch.utils.flop_counter import FlopCounterMode

@@ -20,6 +20,7 @@ import golden
 import pytest
 import torch
 
+import dnd
 import huginn
 import train
 from data import sudoku
@@ -446,7 +447,7 @@ def test_every_preset_has_a_recipe_of_known_fields():
         assert preset in train.MODELS[model][2] and recipe.keys() <= fields
     presets = {model: names for model, (_, _, names, _) in train.MODELS.items()}
     assert {(model, preset) for model, names in presets.items() for preset in names} == set(train.RECIPES)
-    assert all(train.ON_CUDA[model] in names for model, names in presets.items())
+    assert all(name in presets[model] for model, name in train.ON_CUDA.items())
 
 
 @pytest.mark.skipif(not os.path.exists(os.path.join(ROOT, "README.md")), reason="no README beside the tests")
@@ -841,6 +842,109 @@ def test_a_branch_is_exported_as_a_plain_huginn(branches, run):
     assert run(*MODR, "--num_branches", 1, "--max_steps", 1, "--out_dir", "single", tiny=False)[0] == 0
     code, out, err = run("--model", "modr", "--out_dir", "single", "--export", "three.pt", tiny=False)
     assert code == 0 and os.path.exists("three.pt"), "of one branch no number is asked"
+
+
+# ---- nested passes for a language model
+
+QWEN3 = ("--model qwen3 --data arith --preset nano --n_embd 32 --n_layer 4 --n_head 2 --n_kv_head 1 --head_dim 8 "
+         "--intermediate_size 48 --batch_size 8 --num_train 256 --num_val 16 --num_test 18 --eval_interval 20 "
+         "--digits 3 --max_new_tokens 12 --ema 0").split()
+DND = ("--model dnd --data arith --nested_first 1 --nested_last 2 --batch_size 8 --eval_interval 20 --alpha 0.1 "
+       "--max_new_tokens 12 --ema 0").split()
+
+
+@pytest.fixture
+def nested(run):
+    """As run, for a tiny DND on a tiny Qwen3 that is there already."""
+    code, out, err = run(*QWEN3, "--max_steps", 3, tiny=False)
+    assert code == 0 and "qwen3 on arith, preset nano" in out, err
+    return lambda *flags: run(*DND, *flags, tiny=False)
+
+
+def test_nested_passes_go_on_the_newest_qwen3(nested, run):
+    code, out, err = nested("--max_steps", 12)
+    assert code == 0, err
+    for words in ("from out/qwen3-arith/best.pt", "exact_accuracy at depth", "mean of", "layers each"):
+        assert words in out, words
+    saved = train.read_checkpoint("out/dnd-arith/last.pt")
+    assert saved["config"]["init_from"] == "out/qwen3-arith/best.pt" and saved["data_config"]["digits"] == 3
+    steps = [line for line in log("out/dnd-arith") if "loss" in line]
+    assert {"ce", "ratio", "ratio_1", "ratio_2", "boundary_1", "tau", "tokens", "flops"} <= set(steps[0])
+    assert steps[0]["tau"] == pytest.approx(0.5 - 0.1 * 0.2), "moved once by alpha (0 - k_target)"
+    assert len({line["ratio"] for line in steps}) > 1, "everything passes, then some"
+    code, out, err = run("--model", "dnd", "--sample", "012+034=", "--max_new_tokens", 4, tiny=False)
+    assert code == 0 and re.search(r"4 tokens, [4-6]\.\d layers each", out), err
+    code, out, err = run("--model", "dnd", "--sample", "012+034=", "--max_new_tokens", 4, "--depth", 1, tiny=False)
+    assert code == 0 and "4.0 layers each" in out, err
+    fails(run("--model", "dnd", "--sample", "1", "--depth", 3, tiny=False), "depth 3", "1 (the plain Qwen3) or 2")
+    fails(run("--model", "dnd", "--export", "x.pt", tiny=False), "dnd has no branches")
+    fails(nested("--nested_first", 3, "--max_steps", 1), "nested_first 3", "0 to 3")
+    fails(nested("--k_target", 1.5, "--max_steps", 1), "k_target 1.5")
+
+
+def test_without_nested_layers_it_is_plain_tuning(nested):
+    code, out, err = nested("--nested_first", -1, "--nested_last", -1, "--max_steps", 4)
+    assert code == 0 and "ratio" not in out, err
+    assert "nesting.tau" not in train.read_checkpoint("out/dnd-arith/last.pt")["model"]
+
+
+@pytest.mark.parametrize("flags", [["--dtype", "float32"], ["--grad_accum", "4", "--checkpoint_layers"],
+                                   ["--ema", "0.9", "--sync_interval", "7"]])
+def test_40_steps_of_nested_passes_equal_20_and_a_resume_to_the_last_bit(nested, run, flags):
+    assert nested(*flags, "--max_steps", 40, "--out_dir", "straight")[0] == 0
+    assert nested(*flags, "--max_steps", 20, "--out_dir", "halves")[0] == 0
+    resume = ["--model", "dnd", "--init_from", "resume", "--max_steps", 40, "--out_dir", "halves"]
+    assert run(*resume, tiny=False)[0] == 0
+    straight, halves = (train.read_checkpoint(f"{folder}/last.pt") for folder in ("straight", "halves"))
+    same(straight, halves)
+    assert straight["model"]["nesting.steps"] == 40 and straight["config"]["init_from"].endswith("best.pt")
+
+
+@pytest.mark.parametrize("preset", ["nano", "nano-moe"])
+def test_without_a_qwen3_one_is_trained_first(run, monkeypatch, preset):
+    for model in ("qwen3", "dnd"):
+        monkeypatch.setitem(train.RECIPES, (model, preset), dict(max_steps=2, batch_size=8, depths="1"))
+    small = ["--n_embd", 32, "--n_head", 2, "--n_kv_head", 1, "--digits", 3, "--num_train", 64, "--num_val", 8,
+             "--num_test", 9]
+    code, out, err = run("--model", "dnd", "--preset", preset, *small, tiny=False)
+    assert code == 0, err
+    assert out.index("no run of one under out") < out.index("qwen3 on arith") < out.index("dnd on arith")
+    base, saved = (train.read_checkpoint(f"out/{model}-arith/last.pt") for model in ("qwen3", "dnd"))
+    assert saved["model_config"]["num_experts"] == base["model_config"]["num_experts"] == 8 * (preset == "nano-moe")
+    assert saved["model_config"]["nested_first"] == 1 and "nested_first" not in base["model_config"]
+    assert base["model_config"]["n_embd"] == saved["model_config"]["n_embd"] == 32
+
+
+def test_a_large_base_is_not_trained_by_itself(run):
+    fails(run("--model", "dnd", "--preset", "qwen3-1.7b", tiny=False), "qwen3-1.7b", "--init_from")
+
+
+def test_a_hugging_face_qwen3_is_tuned_with_nested_passes(run, tmp_path):
+    """Settings are those of the preset that is nearest; the learning rate falls from 5e-6 to 1e-6, as in the paper."""
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    tokenizer = next(iter(golden.folders("qwen_tok")), None)
+    if tokenizer is None:
+        pytest.skip("no golden tokenizer")
+    folder = tmp_path / "hf"
+    shutil.copytree(tokenizer, folder)
+    config = dnd.Qwen3Config(vocab_size=huggingface_tokenizer(folder).vocab_size + 7, block_size=64, n_embd=32,
+                             n_layer=2, n_head=2, n_kv_head=1, head_dim=8, intermediate_size=48)
+    save_file({f"model.{k}": v for k, v in dnd.DND(config).state_dict().items()}, folder / "model.safetensors")
+    theirs = dict(model_type="qwen3", hidden_size=32, num_hidden_layers=2, num_attention_heads=2, rope_theta=1e6,
+                  num_key_value_heads=1, max_position_embeddings=64, tie_word_embeddings=True)
+    (folder / "config.json").write_text(json.dumps(vars(config) | theirs), encoding="utf-8")
+    small = ["--digits", 3, "--num_train", 16, "--num_val", 8, "--num_test", 9, "--batch_size", 4, "--grad_accum", 2,
+             "--max_new_tokens", 4, "--eval_batch_size", 4]
+    code, out, err = run("--model", "dnd", "--init_from", folder, *small, "--nested_first", 0, "--nested_last", 1,
+                         "--max_steps", 2, "--decay_steps", 2, "--warmup_steps", 0, tiny=False)
+    assert code == 0 and "dnd on arith, preset qwen3-1.7b" in out, err
+    steps = [line for line in log("out/dnd-arith") if "loss" in line]
+    assert [line["lr"] for line in steps] == pytest.approx([5e-6, 3e-6])
+    config = train.TrainConfig(lr=5e-6, last_lr=0.2, decay_steps=10, warmup_steps=0)
+    assert config.lr * train.lr_factor(config, 10) == pytest.approx(1e-6)
+    code, out, err = run("--model", "qwen3", "--init_from", folder, "--sample", "Hello", "--max_new_tokens", 4,
+                         tiny=False)
+    assert code == 0 and "Hello" in out, err
 
 
 # ---- metrics and solving
