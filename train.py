@@ -165,7 +165,7 @@ RECIPES = {
     ("modr", "paper"): dict(lr=1e-4, weight_decay=0.0, max_steps=1500, decay_steps=1500, batch_size=64, grad_accum=16,
                             grad_clip=1.0, eval_batch_size=4, checkpoint_core=True, depths="1,4,8,16,32"),
 }
-NANO = dict(lr=2e-3, max_steps=1500, decay_steps=1500, time_limit=15, grad_clip=1.0, ema=0.99, eval_batch_size=400)
+NANO = dict(lr=2e-3, max_steps=2000, decay_steps=2000, time_limit=15, grad_clip=1.0, ema=0.99, eval_batch_size=400)
 for size in dnd.PRESETS:
     RECIPES["qwen3", size] = dict(depths="1") | (NANO if "nano" in size else {})
     RECIPES["dnd", size] = dict(depths="1,2") | (NANO | dict(lr=1e-3, max_steps=1000, decay_steps=1000) if "nano" in size
