@@ -36,6 +36,7 @@ where the count of the metric "loss" is what a loss is a mean over, and data thr
     data.summary(), .model_args, .longest, .state()       lines for the log; what a model must know, and hold; to keep
     data.train_batch(index, batch_size, seed)             a pure function: a run's place in the data is its step
     data.eval_batches(split, batch_size), .grade          in order; who is right, where that takes more than tokens
+    data.encode(text)                                     the ids of a prompt as a user gives it
     data.groups()                                         lines of the table of results: label -> masks of test rows
     data.tokenizer                                        of a text; None for puzzles, which are solved, not sampled
 """
@@ -604,12 +605,11 @@ class Trainer:
 
     def forward_backward(self, batch):
         """Leaves the gradient of the whole batch, computed in grad_accum parts -> metrics: name -> (total, count)."""
-        parts, metrics, carries = self.c.grad_accum, {}, []
-        for i in range(parts):
-            part = {name: tensor.chunk(parts)[i] for name, tensor in batch.items()}
+        parts, metrics, carries = self.c.grad_accum, {}, list(self.carries)
+        chunks = zip(*(tensor.chunk(parts) for tensor in batch.values()))  # fewer, if a packed batch has too few rows
+        for i, chunk in enumerate(chunks):
             with self.machine.autocast():
-                loss, named, carry = self.model.step(part, self.carries[i])
-            carries.append(carry)
+                loss, named, carries[i] = self.model.step(dict(zip(batch, chunk)), carries[i])
             count = named["loss"][1]  # a part's loss is a mean over so many
             self.scaler.scale(loss if parts == 1 else loss * count).backward()
             for name, (a, b) in named.items():
