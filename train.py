@@ -8,6 +8,7 @@
     python train.py --model hrm --data sudoku --solve 'PUZZLE or FILE' solve puzzles with the newest run
     python train.py --model huginn --data arith                        a small Huginn on arithmetic, minutes on a laptop
     python train.py --model huginn --data text --data_file FILE        the same on any text
+    python train.py --model huginn --data chat --data_file FILE        the same on prompts with answers, or chats
     python train.py --model huginn --sample 'PROMPT' --num_steps 16    write on from a prompt with the newest run
     python train.py --model huginn --sample 'PROMPT' --init_from DIR   the same with a Hugging Face copy of huginn-0125
     python train.py --model modr --data arith                          branches and a router on the newest Huginn
@@ -68,18 +69,18 @@ from tqdm import tqdm
 import hrm
 import huginn
 import modr
-from data import arith, sudoku, text
+from data import arith, chat, sudoku, text
 from data import math as math_sets
 from data.common import atomic_write
 from data.show import means, print_scores, print_table, show_thinking, write_text
-from data.tokenizer import huggingface_tokenizer
+from data.tokenizer import chat_template, huggingface_tokenizer
 
 
 @dataclass
 class TrainConfig:
     # what to run
     model: Literal["hrm", "huginn", "modr"] = "hrm"  # the method
-    data: Literal["", "sudoku", "arith", "text", "math"] = ""  # the task; empty = the model's first, sudoku or arith
+    data: Literal["", "sudoku", "arith", "text", "math", "chat"] = ""  # the task; empty = the model's first
     preset: str = ""  # named sizes and recipe of the model; empty = the one for this device
     init_from: str = "scratch"  # scratch, resume (go on with a run), or a run or published checkpoint to start from
     out_dir: str = ""  # folder of the run; empty = out/MODEL-DATA, numbered if that is taken
@@ -133,8 +134,9 @@ MODELS = {"hrm": (hrm.HRM, hrm.HRMConfig, hrm.PRESETS, hrm.SolveConfig),
           "modr": (modr.MoDr, modr.MoDrConfig, modr.PRESETS, huginn.GenerateConfig)}
 BASES = {"modr": "huginn"}  # the trained model that it goes on
 DATA = {"sudoku": (sudoku.SudokuConfig, sudoku.load), "arith": (arith.ArithConfig, arith.load),
-        "text": (text.TextConfig, text.load), "math": (math_sets.MathConfig, math_sets.load)}
-TEXTS = ("arith", "text", "math")
+        "text": (text.TextConfig, text.load), "math": (math_sets.MathConfig, math_sets.load),
+        "chat": (chat.ChatConfig, chat.load)}
+TEXTS = ("arith", "text", "math", "chat")
 USES = {"hrm": ("sudoku",), "huginn": TEXTS, "modr": TEXTS}  # what it can learn from; the first is the default
 ON_CUDA = {"hrm": "paper", "huginn": "small", "modr": "nano"}  # that trains on a 24 GB card; on a CPU the first preset
 
@@ -879,9 +881,9 @@ def build(configs, path):
 
 
 def saved_data(path):
-    """What a checkpoint kept of its data, a tokenizer for one; None if it kept nothing."""
+    """What a checkpoint kept of its data: a tokenizer, a chat template; None if it kept nothing."""
     if path and os.path.isdir(path):
-        return {"tokenizer": huggingface_tokenizer(path).state()}
+        return {"tokenizer": huggingface_tokenizer(path).state(), "template": chat_template(path)}
     return read_checkpoint(path).get("data") if path else None
 
 
@@ -930,10 +932,11 @@ def write(c, use, model, data, machine, prompt):
     """Write on from a prompt, and say what it took."""
     started, options = time.monotonic(), use_options(c, use, data)
     with user_errors():
-        steps = write_text(model.eval(), data.tokenizer, prompt, options, machine.autocast)
+        ids = data.encode(prompt)
+        steps = write_text(model.eval(), data.tokenizer, prompt, options, machine.autocast, ids)
     speed = len(steps) / (time.monotonic() - started)
     with machine.autocast():
-        size = model.cache_size(len(data.tokenizer.encode(prompt)), **options) / 2**20
+        size = model.cache_size(len(ids), **options) / 2**20
     print(f"{len(steps)} tokens, {steps.mean():.1f} steps each, {speed:,.0f} tokens/s, cache {size:.1f} MiB\n")
 
 
