@@ -184,8 +184,9 @@ class PromptData:
 
     @property
     def longest(self):
-        """Tokens that a model must be able to read at once."""
-        return max(int(np.diff(rows.starts).max(initial=1)) - 1 for rows in (self.train, self.val, self.test))
+        """Tokens that a model must be able to read at once; with pack_to a row of them, as what pads it may fill it."""
+        rows = (self.train, self.val, self.test)
+        return max(self.pack_to, *(int(np.diff(split.starts).max(initial=1)) - 1 for split in rows))
 
     def state(self):
         """What must travel with a model's weights."""

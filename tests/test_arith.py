@@ -209,6 +209,7 @@ def test_texts_fill_rows_the_longest_first():
 def test_a_text_that_does_not_fit_a_row_is_told_at_once(data, folder, monkeypatch):
     least = int(np.diff(data.train.starts).max()) - 1
     config = ArithConfig(num_train=4000, num_val=200, num_test=400, pack_to=least, data_dir=folder)
+    assert PromptData("arith", data.tokenizer, data.train, data.val, data.test, pack_to=500).longest == 500
     monkeypatch.setattr(arith, "build", None)  # not called: how rows are laid out is no part of the cache's key
     assert arith.load(config).train_batch(0, 8, 0)["inputs"].shape[1] == least
     message = f"pack_to {least - 1} is too short.*{least} tokens.*--pack_to {least}"
