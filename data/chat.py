@@ -18,9 +18,10 @@ was thought; so only a row for each shows the model, in training, what it sees w
 
 The tokenizer's folder may hold a chat template, https://huggingface.co/docs/transformers/chat_templating: a program in
 Jinja that writes a chat as one text. The prompt is then what it writes for the messages before the answer, to be gone
-on with; the answer is what it writes for the answer itself, up to the token that ends a text. What a template begins
-the answer with on its own belongs to the prompt if the template writes it there, else to the answer. Special tokens
-count as such in what a template writes. A pair is a chat of two messages.
+on with; the answer is what it writes for the answer itself, up to the token that ends a text. What a template puts
+before the message on its own, such as the marks of an empty thought, belongs to the prompt if it ends with that, else
+to the answer; where it ends with something else, as it asks for a thought and the answer has none, the answer begins a
+line earlier. Special tokens count as such in what a template writes. A pair is a chat of two messages.
 
 Without a template a pair is left as it stands, but for a line end before the answer if there is no space between the
 two; a chat is written with a line for each message, and special tokens are text like any other:
@@ -114,7 +115,7 @@ def render(template, messages, ask):
     """Messages (dicts of role and content) as a template writes them -> str. ask: with the beginning of an answer."""
     chat = compiled(template)
     try:
-        return chat.render(messages=messages, add_generation_prompt=ask, tools=None)
+        return chat.render(messages=messages, add_generation_prompt=ask, tools=None, documents=None)
     except Exception as error:  # it is a program, which may fail in any way
         raise ValueError(f"the chat template fails ({_reason(error)})") from None
 
@@ -132,12 +133,16 @@ def by_template(template, messages, end):
     before = prompt
     if not whole.startswith(prompt):  # the prompt may begin an answer in a way that a past one does not have
         probe = render(template, [*messages[:-1], messages[-1] | {"content": PROBE}], False)
-        before = probe[:probe.rfind(PROBE)]
-        if PROBE not in probe or not prompt.startswith(before) or not whole.startswith(before):
-            raise ValueError("the chat template does not write the messages before an answer as it does with it")
+        before = probe[:max(probe.rfind(PROBE), 0)]
+        if not before or not prompt.startswith(before) or not whole.startswith(before):
+            # or in one of several ways, as with or without a thought: the answer goes on from the lines they share
+            common, past = os.path.commonprefix([prompt, whole]), render(template, messages[:-1], False)
+            prompt = before = common[:common.rfind("\n") + 1]
+            if not before.startswith(past):
+                raise ValueError("the chat template does not write the messages before an answer as it does with it")
     answer = re.sub(rf"{re.escape(end)}\s*\Z", "", whole[len(before):])
-    if not answer.strip():
-        raise ValueError("the chat template leaves nothing of the answer")
+    if not answer.strip() or messages[-1]["content"].split()[-1] not in prompt + answer:
+        raise ValueError("the chat template leaves out the end of the answer")
     return prompt, answer
 
 

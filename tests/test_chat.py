@@ -199,6 +199,19 @@ def test_what_the_prompt_begins_for_the_answer_stays_with_the_prompt(begun, cont
     assert answer == (content.removeprefix(begun) if given else content)
 
 
+def test_an_answer_may_begin_otherwise_than_the_prompt_does():
+    """A template that asks for a thought, or that forbids it, and data that has none, or has it."""
+    ask = "{% set content = m.content if '<think>' in m.content else '<think></think>' + m.content %}{{ content }}"
+    template = PLAIN.replace("{{ m['content'] }}", "{% if m.role == 'user' %}{{ m.content }}{% else %}" + ask
+                             + "{% endif %}").replace("GENERATED", "{{ '<think>\\n' }}")
+    start = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert by_template(template, HI, "<|im_end|>") == (start, "<think></think>Hello")
+    thought = [HI[0], {"role": "assistant", "content": "<think>\nhm\n</think>So."}]
+    assert by_template(template, thought, "<|im_end|>") == (start + "<think>\n", "hm\n</think>So.")
+    none = template.replace("{{ '<think>\\n' }}", "{{ '<think>\\n\\n</think>\\n' }}")
+    assert by_template(none, thought, "<|im_end|>") == (start + "<think>\n", "hm\n</think>So.")
+
+
 def test_a_template_that_tells_the_past_otherwise_is_a_bad_line(config, tmp_path):
     folder = write_folder(tmp_path / "tok", "{{ messages|length }}{{ messages[-1].content }}<|im_end|>")
     message = one_line(chat.load, config(pairs(3), tokenizer=folder))
@@ -209,7 +222,8 @@ def test_a_template_that_tells_the_past_otherwise_is_a_bad_line(config, tmp_path
     ("{{ raise_exception('no  system\nplease') }}", "no system please"), ("{{ messages.x.y }}", "has no attribute"),
     ("{{ messages[0].content + 1 }}", "the chat template fails"), ("{% for i in range(10**9) %}{% endfor %}", "ange"),
     ("{{ messages.append(1) }}", "unsafe"), ("{{ ''.__class__.__mro__ }}", "unsafe"),
-    ("{% if add_generation_prompt %}a{% else %}a<|im_end|>{% endif %}", "leaves nothing of the answer")])
+    ("{{ messages[0].content }}{% if not add_generation_prompt %}Yes<|im_end|>{% endif %}", "leaves out the end of"),
+    ("{% if add_generation_prompt %}a{% else %}a<|im_end|>{% endif %}", "leaves out the end of the answer")])
 def test_a_template_that_fails_on_a_row_makes_it_a_bad_line(config, tmp_path, template, reason):
     message = one_line(chat.load, config(pairs(3), tokenizer=write_folder(tmp_path / "tok", template)))
     assert "3 of 3 rows bad (line 1: " in message and reason in message
