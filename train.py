@@ -8,6 +8,7 @@
     python train.py --model hrm --data sudoku --solve 'PUZZLE or FILE' solve puzzles with the newest run
     python train.py --model huginn --data arith                        a small Huginn on arithmetic, minutes on a laptop
     python train.py --model huginn --data text --data_file FILE        the same on any text
+    python train.py --model huginn --data chat --data_file FILE        the same on prompts with answers, or chats
     python train.py --model huginn --sample 'PROMPT' --num_steps 16    write on from a prompt with the newest run
     python train.py --model huginn --sample 'PROMPT' --init_from DIR   the same with a Hugging Face copy of huginn-0125
     python train.py --model modr --data arith                          branches and a router on the newest Huginn
@@ -40,6 +41,7 @@ where the count of the metric "loss" is what a loss is a mean over, and data thr
     data.summary(), .model_args, .longest, .state()       lines for the log; what a model must know, and hold; to keep
     data.train_batch(index, batch_size, seed)             a pure function: a run's place in the data is its step
     data.eval_batches(split, batch_size), .grade          in order; who is right, where that takes more than tokens
+    data.encode(text)                                     the ids of a prompt as a user gives it
     data.groups()                                         lines of the table of results: label -> masks of test rows
     data.tokenizer                                        of a text; None for puzzles, which are solved, not sampled
 """
@@ -72,18 +74,18 @@ import dnd
 import hrm
 import huginn
 import modr
-from data import arith, sudoku, text
+from data import arith, chat, sudoku, text
 from data import math as math_sets
 from data.common import atomic_write
 from data.show import means, print_scores, print_table, show_thinking, write_text
-from data.tokenizer import huggingface_tokenizer
+from data.tokenizer import chat_template, huggingface_tokenizer
 
 
 @dataclass
 class TrainConfig:
     # what to run
     model: Literal["hrm", "huginn", "modr", "qwen3", "dnd"] = "hrm"  # the method
-    data: Literal["", "sudoku", "arith", "text", "math"] = ""  # the task; empty = the model's first, sudoku or arith
+    data: Literal["", "sudoku", "arith", "text", "math", "chat"] = ""  # the task; empty = the model's first
     preset: str = ""  # named sizes and recipe of the model; empty = the one for this device
     init_from: str = "scratch"  # scratch, resume (go on with a run), or a run or published checkpoint to start from
     out_dir: str = ""  # folder of the run; empty = out/MODEL-DATA, numbered if that is taken
@@ -141,8 +143,9 @@ MODELS = {"hrm": (hrm.HRM, hrm.HRMConfig, hrm.PRESETS, hrm.SolveConfig),
 MINUTES = {"huginn": "ten to fifteen minutes", "qwen3": "five to ten minutes"}
 BASES = {"modr": "huginn", "dnd": "qwen3"}  # the trained model that it goes on
 DATA = {"sudoku": (sudoku.SudokuConfig, sudoku.load), "arith": (arith.ArithConfig, arith.load),
-        "text": (text.TextConfig, text.load), "math": (math_sets.MathConfig, math_sets.load)}
-TEXTS = ("arith", "text", "math")
+        "text": (text.TextConfig, text.load), "math": (math_sets.MathConfig, math_sets.load),
+        "chat": (chat.ChatConfig, chat.load)}
+TEXTS = ("arith", "text", "math", "chat")
 USES = {"hrm": ("sudoku",)} | dict.fromkeys(("huginn", "modr", "qwen3", "dnd"), TEXTS)  # the first is the default
 ON_CUDA = {"hrm": "paper", "huginn": "small"}  # that trains on a 24 GB card; other models and on a CPU the first preset
 
@@ -629,12 +632,11 @@ class Trainer:
 
     def forward_backward(self, batch):
         """Leaves the gradient of the whole batch, computed in grad_accum parts -> metrics: name -> (total, count)."""
-        parts, metrics, carries = self.c.grad_accum, {}, []
-        for i in range(parts):
-            part = {name: tensor.chunk(parts)[i] for name, tensor in batch.items()}
+        parts, metrics, carries = self.c.grad_accum, {}, list(self.carries)
+        chunks = zip(*(tensor.chunk(parts) for tensor in batch.values()))  # fewer, if a packed batch has too few rows
+        for i, chunk in enumerate(chunks):
             with self.machine.autocast():
-                loss, named, carry = self.model.step(part, self.carries[i])
-            carries.append(carry)
+                loss, named, carries[i] = self.model.step(dict(zip(batch, chunk)), carries[i])
             count = named["loss"][1]  # a part's loss is a mean over so many
             self.scaler.scale(loss if parts == 1 else loss * count).backward()
             for name, (a, b) in named.items():
@@ -910,9 +912,9 @@ def build(configs, path):
 
 
 def saved_data(path):
-    """What a checkpoint kept of its data, a tokenizer for one; None if it kept nothing."""
+    """What a checkpoint kept of its data: a tokenizer, a chat template; None if it kept nothing."""
     if path and os.path.isdir(path):
-        return {"tokenizer": huggingface_tokenizer(path).state()}
+        return {"tokenizer": huggingface_tokenizer(path).state(), "template": chat_template(path)}
     return read_checkpoint(path).get("data") if path else None
 
 
@@ -961,10 +963,11 @@ def write(c, use, model, data, machine, prompt):
     """Write on from a prompt, and say what it took."""
     started, options = time.monotonic(), use_options(c, use, data)
     with user_errors():
-        steps = write_text(model.eval(), data.tokenizer, prompt, options, machine.autocast)
+        ids = data.encode(prompt)
+        steps = write_text(model.eval(), data.tokenizer, prompt, options, machine.autocast, ids)
     speed = len(steps) / (time.monotonic() - started)
     with machine.autocast():
-        size = model.cache_size(len(data.tokenizer.encode(prompt)), **options) / 2**20
+        size = model.cache_size(len(ids), **options) / 2**20
     print(f"{len(steps)} tokens, {steps.mean():.1f} {model.unit} each, {speed:,.0f} tokens/s, cache {size:.1f} MiB\n")
 
 

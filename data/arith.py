@@ -62,6 +62,7 @@ class ArithConfig:
     num_train: int = 200000  # examples to train on
     num_val: int = 500  # examples to validate on
     num_test: int = 1800  # examples to test on; a ninth for each of the nine families
+    pack_to: int = 0  # tokens per row that the texts of a batch share; 0 = a row for each text
     data_seed: int = 0  # seed of the generator
     data_dir: str = "data/cache"  # folder for prepared files
 
@@ -73,7 +74,7 @@ class ArithConfig:
             if name not in FAMILIES or names.count(name) > 1:
                 raise ValueError(f"families {self.families}: {name!r} is unknown or named twice; choose of "
                                  f"{','.join(FAMILIES)}")
-        for name in ("num_train", "num_val", "num_test", "data_seed"):
+        for name in ("num_train", "num_val", "num_test", "pack_to", "data_seed"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} {getattr(self, name)}: give 0 or more")
 
@@ -156,7 +157,7 @@ def load(config, prepare=True, saved=None):
     tokenizer = Tokenizer.from_state(saved["tokenizer"]) if saved else byte_tokenizer()
     if not prepare:
         return PromptData("arith", tokenizer)
-    fields = {name: value for name, value in dataclasses.asdict(config).items() if name != "data_dir"}
+    fields = {name: value for name, value in dataclasses.asdict(config).items() if name not in ("data_dir", "pack_to")}
     key = content_hash(FORMAT, sorted(fields.items()), tokenizer.fingerprint())[:16]
     path = os.path.join(config.data_dir, f"arith-{key}.npz")
     if not os.path.exists(path):
@@ -175,4 +176,4 @@ def load(config, prepare=True, saved=None):
     trained = config.families.split(",")
     means = {"mean of the trained families": trained,
              "mean of the others": [name for name in FAMILIES if name not in trained]}
-    return PromptData("arith", tokenizer, notes=[note], means=means, **splits)
+    return PromptData("arith", tokenizer, notes=[note], means=means, pack_to=config.pack_to, **splits)

@@ -120,18 +120,18 @@ def parse_table(lines, path):
     return table
 
 
-def report_bad_rows(reasons, rows, path, bad_rows, most=20):
+def report_bad_rows(reasons, rows, path, bad_rows, kind="puzzle", most=20):
     """What is wrong with a file, as a list of lines for the log (empty: nothing).
 
-    reasons: {index into rows: why that row is bad}. ValueError, one line naming up to `most` rows by their line number,
-    if bad_rows is "error", and in any case if no row is left.
+    reasons: {index into rows: why that row is bad}; kind: what a row is called. ValueError, one line naming up to
+    `most` rows by their line number, if bad_rows is "error", and in any case if no row is left.
     """
     named = [f"line {rows[i].line}: {reasons[i]}" for i in sorted(reasons)[:most]]
     named += [f"and {len(reasons) - most:,} more"] if len(reasons) > most else []
     what = f"{len(reasons):,} of {len(rows):,} rows bad ({'; '.join(named)})"
     if len(reasons) == len(rows):
         what = what if rows else "the file holds none"
-        raise ValueError(f"{path}: no puzzle is left: {what}; give a file of puzzles")
+        raise ValueError(f"{path}: no {kind} is left: {what}; give a file of {kind}s")
     if reasons and bad_rows == "error":
         raise ValueError(f"{path}: {what}; mend them, or leave them out with --bad_rows skip")
     return [f"{path}: skipped {what}"] if reasons else []

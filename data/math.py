@@ -75,11 +75,12 @@ class MathConfig:
     template: str = r"Question: {question}\nAnswer:"  # prompt; \n is a line end
     work: bool = True  # answers show how they are reached; false = the final answer alone
     max_tokens: int = 1024  # longest row; longer ones are left out, in the test split only if the work is not the cause
+    pack_to: int = 0  # tokens per row that the texts of a batch share; 0 = a row for each text
     data_seed: int = 0  # seed of the draws for validation and test
     data_dir: str = "data/cache"  # folder for downloaded and prepared files
 
     def __post_init__(self):
-        for name, least in (("num_val", 0), ("num_test", -1), ("max_tokens", 16), ("data_seed", 0)):
+        for name, least in (("num_val", 0), ("num_test", -1), ("max_tokens", 16), ("pack_to", 0), ("data_seed", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} {getattr(self, name)}: give {least} or more")
         if "{question}" not in self.template:
@@ -337,7 +338,8 @@ def load(config, prepare=True, saved=None):
     if not prepare:
         return MathData("math", tokenizer)
     files = locate(config)
-    settings = dataclasses.replace(config, data_file="", data_dir="")  # where the files lie does not matter
+    # where the files lie and how a batch is laid out does not matter
+    settings = dataclasses.replace(config, data_file="", data_dir="", pack_to=0)
     key = content_hash(FORMAT, settings, tokenizer.fingerprint() if tokenizer else config.tokenizer,
                        [(name, path.endswith(".gz"), file_hash(path)) for name, path in files])[:16]
     path = os.path.join(config.data_dir, f"math-{key}.npz")
@@ -352,7 +354,8 @@ def load(config, prepare=True, saved=None):
         splits = {name: Rows(*(stored[f"{name}_{field.name}"] for field in dataclasses.fields(Rows)))
                   for name in ("train", "val", "test")}
         about = json.loads(str(stored["about"]))
-    return MathData("math", Tokenizer.from_state(about["tokenizer"]), notes=about["notes"], **splits)
+    return MathData("math", Tokenizer.from_state(about["tokenizer"]), notes=about["notes"], pack_to=config.pack_to,
+                    **splits)
 
 
 class MathData(PromptData):

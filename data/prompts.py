@@ -7,12 +7,14 @@
 
 A row is the prompt's tokens, the answer's, and the end-of-text token. Only the answer and the end are labelled, so the
 loss does not train on the prompt; the labels are shifted: labels[t] is the token that follows inputs[t]. Rows of a
-batch are padded at the right, with the end-of-text token, which is not labelled there.
+batch are padded at the right, with the end-of-text token, which is not labelled there. With pack_to, the texts of a
+training batch share rows instead: a model must then be told the tokens' positions, which begin anew with each text.
 
 Answers are compared by what they end in. Reference and answer are numbers: the values must agree to 1e-3, in absolute
 terms, so that rounded decimals count and neighbouring integers do not. The reference is a letter of a multiple choice:
 the letters must be the same. final_number and final_letter say what is read from a text.
 """
+import functools
 import json
 import os
 import re
@@ -94,12 +96,16 @@ class Rows:
     source: np.ndarray  # (N,) str, the family or set of each row
 
     @classmethod
-    def of(cls, examples, tokenizer, end=True):
-        """(prompt, answer, source) triples of str -> Rows. end: whether the end-of-text token follows the answer."""
+    def of(cls, examples, tokenizer, end=True, special=False):
+        """(prompt, answer, source) triples of str -> Rows. end: whether the end-of-text token follows the answer.
+
+        special: whether special tokens that prompts and answers spell out become their ids, or are text like any other.
+        """
+        encode = functools.partial(tokenizer.encode, special=True) if special else tokenizer.encode
         dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
         tokens, answer, ending = [np.empty(0, dtype)], [np.empty(0, bool)], [tokenizer.eot] * end
         for prompt, reply, _ in examples:
-            ids = tokenizer.encode(prompt), tokenizer.encode(reply) + ending
+            ids = encode(prompt), encode(reply) + ending
             tokens.append(np.array(ids[0] + ids[1], dtype))  # arrays: lists of many long rows would fill the memory
             answer.append(np.arange(len(tokens[-1])) >= len(ids[0]))
         starts = np.cumsum([len(row) for row in tokens], dtype=np.int64)
@@ -129,12 +135,45 @@ class Rows:
         return dict(inputs=tokens[:, :-1], labels=np.where(answer, tokens, IGNORE)[:, 1:],
                     prompt_lengths=lengths - answer.sum(axis=1))
 
+    def pack(self, rows, pad, size):
+        """Texts by number (B,), in as few rows of `size` tokens as first-fit finds, the longest text first.
+
+        -> dict of (R, size) int64, R as it comes: inputs; labels; positions, the place of each token in its own text. A
+        text has the inputs and labels that batch gives it, so no label reaches into the next. What is left of a row is
+        a text of `pad` without labels. No text may have more than `size` inputs.
+        """
+        lengths, free, places = self.lengths(rows) - 1, [], []
+        for i in np.argsort(-lengths, kind="stable"):
+            row = next((row for row, left in enumerate(free) if left >= lengths[i]), len(free))
+            free += [size] if row == len(free) else []
+            places.append((rows[i], row, size - free[row]))
+            free[row] -= lengths[i]
+        inputs, positions = np.full((len(free), size), pad, np.int64), np.zeros((len(free), size), np.int64)
+        labels = np.full_like(inputs, IGNORE)
+        for number, row, begin in places:
+            start, end = self.starts[number:number + 2]
+            here, tokens = (row, slice(begin, begin + end - start - 1)), self.tokens[start:end].astype(np.int64)
+            inputs[here], positions[here] = tokens[:-1], np.arange(end - start - 1)
+            labels[here] = np.where(self.answer[start + 1:end], tokens[1:], IGNORE)
+        for row, left in enumerate(free):
+            positions[row, size - left:] = np.arange(left)
+        return dict(inputs=inputs, labels=labels, positions=positions)
+
 
 class PromptData:
     """The splits train, val and test (Rows), and what a training script asks of a data set."""
 
-    def __init__(self, name, tokenizer, train=None, val=None, test=None, notes=(), means=None):
-        """means: title -> the sources that the table of results has a mean over."""
+    def __init__(self, name, tokenizer, train=None, val=None, test=None, notes=(), means=None, pack_to=0):
+        """means: title -> the sources that the table of results has a mean over.
+
+        pack_to: tokens of the rows that the texts of a training batch share; 0 = a row for each text. ValueError, one
+        line, if a text to train on has more.
+        """
+        longest = int(np.diff(train.starts).max(initial=1)) - 1 if train is not None else 0
+        if pack_to and longest > pack_to:
+            raise ValueError(f"pack_to {pack_to:,} is too short: the longest text to train on has {longest:,} tokens; "
+                             f"give --pack_to {longest} or more, or 0 for a row per text")
+        self.pack_to = pack_to
         self.name, self.tokenizer, self.notes, self.means = name, tokenizer, list(notes), means or {}
         self.train, self.val, self.test = train, val, test
 
@@ -145,12 +184,17 @@ class PromptData:
 
     @property
     def longest(self):
-        """Tokens that a model must be able to read at once."""
-        return max(int(np.diff(rows.starts).max(initial=1)) - 1 for rows in (self.train, self.val, self.test))
+        """Tokens that a model must be able to read at once; with pack_to a row of them, as what pads it may fill it."""
+        rows = (self.train, self.val, self.test)
+        return max(self.pack_to, *(int(np.diff(split.starts).max(initial=1)) - 1 for split in rows))
 
     def state(self):
         """What must travel with a model's weights."""
         return {"tokenizer": self.tokenizer.state()}
+
+    def encode(self, text):
+        """A prompt as a user gives it (str) -> the list of ids that a model is to go on from."""
+        return self.tokenizer.encode(text)
 
     def summary(self):
         """Readable lines: the tokenizer, and per split the rows, tokens, families and a hash."""
@@ -166,13 +210,17 @@ class PromptData:
     def train_batch(self, index, batch_size, seed):
         """Batch `index` of training, a pure function of its arguments; every row once per epoch.
 
-        Of GROUP batches in a row, the rows are sorted by length, and the batches taken in a random order.
+        Of GROUP batches in a row, the rows are sorted by length, and the batches taken in a random order. -> a dict as
+        Rows.batch makes it, or with pack_to as Rows.pack does, from the same texts.
         """
         group, place = divmod(index, GROUP)
         rows = epoch_rows(len(self.train), group, GROUP * batch_size, seed)
         rows = rows[np.argsort(self.train.lengths(rows), kind="stable")]
         place = np.random.default_rng([seed, 3, group]).permutation(GROUP)[place]
-        return self.train.batch(rows[place * batch_size:(place + 1) * batch_size], self.tokenizer.eot)
+        rows = rows[place * batch_size:(place + 1) * batch_size]
+        if self.pack_to:
+            return self.train.pack(rows, self.tokenizer.eot, self.pack_to)
+        return self.train.batch(rows, self.tokenizer.eot)
 
     def eval_batches(self, split_name, batch_size):
         """Iterate over a split in order; the last batch may be short."""

@@ -85,17 +85,18 @@ def print_side_by_side(boards, width):
 # ---- texts
 
 
-def write_text(model, tokenizer, prompt, options, autocast):
+def write_text(model, tokenizer, prompt, options, autocast, ids=None):
     """Print a prompt and, as it is written, what the model makes of it. Returns the steps used per token, (n,) int64.
 
-    What is not printable, as in a model's first attempts, is printed as its escape, line ends as they are.
+    ids: the prompt's, where they are not those of its text alone. What is not printable, as in a model's first
+    attempts, is printed as its escape, line ends as they are.
     """
-    ids, shown, steps = [], "", []
+    read, ids, shown, steps = tokenizer.encode(prompt) if ids is None else ids, [], "", []
     color = in_color()
     with contextlib.ExitStack() as stack:
         stack.callback(print, PLAIN * color, flush=True)
         stack.enter_context(autocast())
-        for token, used in model.stream([tokenizer.encode(prompt)], **options):
+        for token, used in model.stream([read], **options):
             if not steps:  # not before: reading the prompt may have something to say
                 print(f"{DIM * color}{prompt}{PLAIN * color}{TINT * color}", end="", flush=True)
             steps.append(int(used))

@@ -320,6 +320,10 @@ class TextData:
         """What must travel with a model's weights."""
         return {"tokenizer": self.tokenizer.state()}
 
+    def encode(self, text):
+        """A prompt as a user gives it (str) -> the list of ids that a model is to go on from."""
+        return self.tokenizer.encode(text)
+
     def summary(self):
         """Readable lines: where the text comes from, the tokenizer, and how much there is (and a hash) per split."""
         c, about = self.config, self.about

@@ -6,6 +6,7 @@
     tokenizer.decode(ids), tokenizer.vocab_size, tokenizer.eot
     torch.save({"tokenizer": tokenizer.state()}, path)      # plain values, which weights_only=True reads
     Tokenizer.from_state(state)                             # the same tokenizer, without its file or its text
+    chat_template(folder)                                   # Jinja source, for data/chat.py
 
 Byte-level BPE, https://arxiv.org/abs/1508.07909 on bytes: a regular expression cuts the text into pieces; each piece
 begins as single bytes; then the pair of neighbours that was merged first in training is merged, the leftmost first,
@@ -278,6 +279,33 @@ def huggingface_tokenizer(path):
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} is not a tokenizer.json ({type(error).__name__}: {error}); give one that Hugging "
                          "Face's tokenizers saved") from None
+
+
+def chat_template(path):
+    """The chat template of a Hugging Face folder (or of the tokenizer.json in it) as Jinja source; "" if it has none.
+
+    It is the file chat_template.jinja, else the entry of tokenizer_config.json: a string, or a list of named ones, of
+    which "default" counts, else the first. Lines put before it set the tokens that it may name, bos_token and
+    eos_token, so that the source is all that is needed. ValueError, one line, for what cannot be read.
+    """
+    folder = path if os.path.isdir(path) else os.path.dirname(path)
+    own, config_file = (os.path.join(folder, name) for name in ("chat_template.jinja", "tokenizer_config.json"))
+    config = _read_json(config_file) if os.path.exists(config_file) else {}
+    try:
+        source = config.get("chat_template") or ""
+        if isinstance(source, list):
+            named = {entry["name"]: entry["template"] for entry in source}
+            source = named.get("default", next(iter(named.values())))
+        if os.path.exists(own):
+            with open(own, encoding="utf-8", newline="") as file:
+                source = file.read()
+        tokens = {name: config.get(name) for name in ("bos_token", "eos_token")}
+        tokens = {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items()}
+        lines = [f"{{% set {name} = {ascii(token)} %}}\n" for name, token in tokens.items() if token and name in source]
+        return "".join(lines) + source
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{folder} has a chat template that cannot be read ({type(error).__name__}: {error}); mend "
+                         "chat_template in its tokenizer_config.json, or give a chat_template.jinja") from None
 
 
 def _check_model(model):

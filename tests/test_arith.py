@@ -151,6 +151,75 @@ def test_little_of_a_batch_is_padding(data):
     assert np.mean(share) > 0.9
 
 
+def test_a_prompt_s_ids_are_its_text_s(data):
+    assert data.encode("1<|endoftext|>") == data.tokenizer.encode("1<|endoftext|>")
+
+
+def cut_at_starts(batch):
+    """The texts of a packed batch: (inputs, labels) tuples, cut where a position is 0; without those of padding."""
+    found = []
+    for inputs, labels, positions in zip(batch["inputs"], batch["labels"], batch["positions"]):
+        starts = np.flatnonzero(positions == 0)
+        assert starts[0] == 0
+        for a, b in zip(starts, [*starts[1:], len(positions)]):
+            assert (positions[a:b] == np.arange(b - a)).all(), "the positions of a text are 0, 1, 2 and so on"
+            found.append((tuple(inputs[a:b].tolist()), tuple(labels[a:b].tolist())))
+    for inputs, labels in found:
+        if set(labels) == {IGNORE}:
+            assert set(inputs) == {256}, "only padding has no labels"
+    return [text for text in found if set(text[1]) != {IGNORE}]
+
+
+@pytest.mark.parametrize("size", [0, 64, 200, 1024])
+@pytest.mark.parametrize("batch_size", [1, 7, 64])
+def test_a_packed_batch_holds_the_texts_of_the_padded_one(data, size, batch_size):
+    size = size or int(np.diff(data.train.starts).max()) - 1  # the least that there can be
+    packed = PromptData("arith", data.tokenizer, data.train, data.val, data.test, pack_to=size)
+    for index in (0, 1, 57):
+        one, other = data.train_batch(index, batch_size, 3), packed.train_batch(index, batch_size, 3)
+        assert set(other) == {"inputs", "labels", "positions"}
+        assert all(a.dtype == np.int64 and a.shape == (len(other["inputs"]), size) for a in other.values())
+        padded = [(tuple(row[row != 256].tolist()), tuple(label[:(row != 256).sum()].tolist()))
+                  for row, label in zip(one["inputs"], one["labels"])]
+        assert sorted(padded) == sorted(cut_at_starts(other)), "each text as often, with its labels"
+        tokens = sum(len(inputs) for inputs, _ in padded)
+        assert len(other["inputs"]) <= -(-tokens // size) + 1 or size < 200, "a row more than the least, at most"
+        assert all((other[k] == packed.train_batch(index, batch_size, 3)[k]).all() for k in other)
+
+
+def test_the_evaluation_is_not_packed(data):
+    packed = PromptData("arith", data.tokenizer, data.train, data.val, data.test, pack_to=64)
+    for one, other in zip(data.eval_batches("val", 64), packed.eval_batches("val", 64)):
+        assert all((one[k] == other[k]).all() for k in ("inputs", "labels", "prompt_lengths"))
+
+
+def test_texts_fill_rows_the_longest_first():
+    lengths, tokenizer = [3, 5, 2, 4, 0], byte_tokenizer()
+    rows = Rows.of([("", "x" * n, "a") for n in lengths], tokenizer)  # n inputs each: the end is a label alone
+    batch = rows.pack(np.arange(5), 256, 7)
+    x, end = ord("x"), 256
+    assert batch["inputs"].tolist() == [[x] * 7, [x] * 7]
+    assert batch["positions"].tolist() == [[0, 1, 2, 3, 4, 0, 1], [0, 1, 2, 3, 0, 1, 2]]
+    assert batch["labels"].tolist() == [[x] * 4 + [end, x, end], [x] * 3 + [end, x, x, end]]
+    alone = rows.pack(np.array([2]), 256, 5)
+    assert alone["inputs"].tolist() == [[x, x, 256, 256, 256]] and alone["positions"].tolist() == [[0, 1, 0, 1, 2]]
+    assert alone["labels"].tolist() == [[x, end] + [IGNORE] * 3]
+
+
+def test_a_text_that_does_not_fit_a_row_is_told_at_once(data, folder, monkeypatch):
+    least = int(np.diff(data.train.starts).max()) - 1
+    config = ArithConfig(num_train=4000, num_val=200, num_test=400, pack_to=least, data_dir=folder)
+    assert PromptData("arith", data.tokenizer, data.train, data.val, data.test, pack_to=500).longest == 500
+    monkeypatch.setattr(arith, "build", None)  # not called: how rows are laid out is no part of the cache's key
+    assert arith.load(config).train_batch(0, 8, 0)["inputs"].shape[1] == least
+    message = f"pack_to {least - 1} is too short.*{least} tokens.*--pack_to {least}"
+    with pytest.raises(ValueError, match=message) as error:
+        arith.load(dataclasses.replace(config, pack_to=least - 1))
+    assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="pack_to -1"):
+        ArithConfig(pack_to=-1)
+
+
 def test_eval_batches_hold_the_split_in_order(data):
     batches = list(data.eval_batches("test", 150))
     assert [len(b["inputs"]) for b in batches] == [150, 150, 100]

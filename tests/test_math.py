@@ -270,6 +270,8 @@ def test_answers_alone_and_other_templates(config):
 def test_the_cache_is_read_and_depends_on_files_and_settings(config, data, monkeypatch):
     monkeypatch.setattr(math, "build", None)  # not called
     assert math.load(config).summary() == data.summary()
+    packed = math.load(dataclasses.replace(config, pack_to=256))
+    assert packed.train_batch(0, 8, 0)["positions"].shape[1] == 256
     with pytest.raises(TypeError):
         math.load(dataclasses.replace(config, data_seed=5))
 

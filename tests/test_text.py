@@ -626,6 +626,11 @@ def test_unreadable_files_and_folders_are_one_line(tmp_path):
     assert "no file in this folder ends in .txt, .md" in one_line(find_documents, str(tmp_path / "empty"))
 
 
+def test_a_prompt_s_ids_are_its_text_s(tmp_path):
+    data = load(config(tmp_path))
+    assert data.encode(f"Once {EOT}") == data.tokenizer.encode(f"Once {EOT}")
+
+
 def test_no_split_is_needed_but_train(tmp_path):
     data = load(config(tmp_path, val_fraction=0, test_fraction=0))
     assert (len(data.val), len(data.test)) == (0, 0) and list(data.eval_batches("val", 4)) == []
