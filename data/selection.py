@@ -15,6 +15,7 @@ them meet the half that comes before them. Neither includes the routers, which t
 """
 import copy
 import dataclasses
+import functools
 import math
 import os
 import shutil
@@ -34,7 +35,7 @@ IGNORE = -100  # the label of a token that is not scored
 PAPER_RATIOS, PAPER_ADDED = (0.178, 0.242), 6.27  # share selected, least and most of all layers; per cent of FLOPs
 BINS = 4096  # of the histograms of p, which may lie close together
 CHUNK = 2**24  # logits that are held in float32 at once
-TIMED = 4096  # tokens of the batch that is timed, about
+TIMED = 2048  # tokens that are timed at once, about
 LONGEST = 300  # tokens of an example that are shown
 BRIGHTNESS = [f"\033[38;5;16;48;5;{color}m" for color in (230, 222, 214, 208)]  # black on ever deeper orange
 
@@ -127,10 +128,13 @@ def added_flops(model, lengths, ratios=None):
     ratios = np.broadcast_to(model.config.k_target if ratios is None else ratios, len(layers)).tolist()
     with torch.device("meta"):  # bfloat16 is the one type for which experts work there
         plain = type(model)(dataclasses.replace(model.config, block_size=max(lengths))).to(torch.bfloat16).eval()
+    kinds = {plain.config.has_experts(layer): layer for layer in layers}  # layers of a kind cost the same
+    count = functools.cache(lambda kind, k: _count_layer(plain, kinds[kind], k))
     rows = []
     for T in lengths:
         formula = sum(_formula(plain, layer, T, ratio) for layer, ratio in zip(layers, ratios))
-        counted = sum(_count_layer(plain, layer, round(ratio * T)) for layer, ratio in zip(layers, ratios))
+        counted = sum(count(plain.config.has_experts(layer), round(ratio * T))
+                      for layer, ratio in zip(layers, ratios))
         tokens = torch.zeros(1, T, dtype=torch.long, device="meta")
         rows.append((T, 300 * formula / plain.flops((1, T), 0),  # the formula is of a training step: three times that
                      100 * counted / _count(plain, tokens, depth=1)))
@@ -166,15 +170,17 @@ def _grouped_mm_flops(a, b, *_, **__):
     return 2 * math.prod(a) * b[-1]
 
 
-def throughput(model, batch, autocast, repeats=5, new_tokens=16):
+def throughput(model, batch, autocast, repeats=3, new_tokens=16):
     """Tokens per second: "forward" or "decoding" -> depth 1 or 2 -> the median of alternating repeats, after one more.
 
-    batch: its first rows are used, about TIMED tokens. In decoding their prompts are continued, greedily, at most 8
-    at once; the time to read them does not count. nan where there is no room to write.
+    batch: its first rows are used, about TIMED tokens, padding not counted. In decoding their prompts are continued,
+    greedily, at most 8 at once; the time to read them does not count. nan where there is no room to write.
     """
-    inputs = batch["inputs"][:max(1, TIMED // batch["inputs"].shape[1])]
-    is_token = _is_token(batch["labels"][:len(inputs)])
-    lengths = batch.get("prompt_lengths", torch.full((len(inputs),), inputs.shape[1] // 2)).tolist()
+    is_token = _is_token(batch["labels"])
+    rows = int((is_token.sum(dim=1).cumsum(dim=0) <= TIMED).sum().clamp(min=1))
+    width = int(is_token[:rows].sum(dim=1).max().clamp(min=1))  # other rows of the batch may be longer
+    inputs, is_token = batch["inputs"][:rows, :width], is_token[:rows, :width]
+    lengths = batch.get("prompt_lengths", torch.full((rows,), width // 2)).tolist()
     longest = max(1, model.config.block_size // 2)  # or there would be no room for new tokens
     prompts = [row[:min(max(n, 1), longest)].tolist() for row, n in zip(inputs[:8], lengths)]
     speeds = {"forward": {1: [], 2: []}, "decoding": {1: [], 2: []}}
@@ -337,24 +343,14 @@ def check_plot(path):
 
 
 def draw(path, model, found, flops):
-    """Write the figure of four panels. flops: "k_target" or "as selected" -> rows of added_flops."""
+    """Write the figure of four panels. flops: "k_target" or "measured" (ratios) -> rows of added_flops."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 8), layout="constrained")
     (ratio, cost), (entropy, score) = figure.subplots(2, 2)
     _draw_ratio(ratio, model.config, found)
-    for (name, rows), style in zip(flops.items(), ("o--", "o-")):
-        lengths, formula, counted = zip(*rows)
-        cost.plot(lengths, formula, style, color="C0", label=f"{name}, formula")
-        cost.plot(lengths, counted, style, color="C1", label=f"{name}, counted")
-    cost.axhline(PAPER_ADDED, color="gray", linewidth=1, label="paper")
-    cost.set_xscale("log", base=2)
-    cost.set(title="FLOPs added to a forward pass", xlabel="tokens of a text", ylabel="%", ylim=(0, None))
-    _, number, _, before, change, *_ = zip(*by_count(found, len(found.ratio)))
-    entropy.plot(number, before, "o-", label=f"before ({found.before[0]})")
-    entropy.plot(number, change, "o-", label="change by DND")
-    entropy.axhline(0, color="gray", linewidth=1)
-    entropy.set(title="entropy of the next token", xlabel="layers that selected the token", ylabel="nats")
+    _draw_cost(cost, flops)
+    _draw_entropy(entropy, found)
     _draw_scores(score, model, found)
     for axes in (ratio, cost, entropy, score):
         axes.legend(fontsize="small")
@@ -368,6 +364,25 @@ def _draw_ratio(axes, config, found):
     axes.axhspan(*PAPER_RATIOS, color="C1", alpha=0.25, label="paper, by layer")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set(title="share of the tokens selected", xlabel="layer")
+
+
+def _draw_cost(axes, flops):
+    for (name, rows), style in zip(flops.items(), ("s--", "o-")):
+        lengths, formula, counted = zip(*rows)
+        axes.plot(lengths, formula, style, color="C0", label=f"formula, {name}")
+        axes.plot(lengths, counted, style, color="C1", label=f"counted, {name}")
+    axes.axhline(PAPER_ADDED, color="gray", linewidth=1, label="paper")
+    axes.set_xscale("log", base=2)
+    axes.set(title="FLOPs added to a forward pass", xlabel="tokens of a text", ylabel="%", ylim=(0, None))
+
+
+def _draw_entropy(axes, found):
+    _, number, _, before, change, *_ = zip(*by_count(found, len(found.ratio)))
+    axes.plot(number, before, "o-", label=f"before ({found.before[0]})")
+    axes.plot(number, change, "o-", label="change by DND")
+    axes.axhline(0, color="gray", linewidth=1)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set(title="entropy of the next token", xlabel="layers that selected the token", ylabel="nats")
 
 
 def _draw_scores(axes, model, found):
@@ -402,7 +417,7 @@ def print_selection(model, data, batches, autocast, base=None, plot=""):
         return
     found = gather(model, batches() if callable(batches) else batches, autocast, base)
     flops = _print_tables(model, found)
-    _print_speed(throughput(model, found.batch, autocast), len(found.batch["inputs"]))
+    _print_speed(throughput(model, found.batch, autocast))
     _print_entropy(found)
     for i, row in enumerate(found.rows):
         show_selected(model, data.tokenizer, row[:LONGEST], autocast, legend=i == 0)
@@ -421,18 +436,18 @@ def _print_tables(model, found):
     _print("layer", ["ratio", "tau", "beta", "mean p", "sd p"], rows + [("mean", *columns.mean(axis=0).tolist())])
     power = config.block_size.bit_length() - 1
     lengths = [2**n for n in range(max(0, power - 3), power + 1)]
-    flops = {"k_target": added_flops(model, lengths), "as selected": added_flops(model, lengths, found.ratio)}
-    print(f"\nFLOPs that nested passes add to a forward pass, in % (paper: {PAPER_ADDED}, at an unnamed length); counted: "
-          "all keys\nof a query, where the formula has half")
-    _print("tokens", [f"{name}, {way}" for name in flops for way in ("formula", "counted")],
+    flops = {"k_target": added_flops(model, lengths), "measured": added_flops(model, lengths, found.ratio)}
+    print(f"\nFLOPs that nested passes add to a forward pass, in % (paper: {PAPER_ADDED}, length not named), by the\n"
+          "formula, where a query meets half of the keys, and counted, where it meets all")
+    _print("tokens", [f"{way}, {name}" for name in flops for way in ("formula", "counted")],
            [(f"{a[0]:,}", *a[1:], *b[1:]) for a, b in zip(*flops.values())], digits=2)
     return flops
 
 
-def _print_speed(speeds, _):
+def _print_speed(speeds):
     print("\ntokens per second")
     _print("", ["depth 1", "depth 2", "depth 2 / depth 1"],
-           [(name, f"{at[1]:,.0f}", f"{at[2]:,.0f}", at[2] / at[1]) for name, at in speeds.items()])
+           [(name, f"{at[1]:,.0f}", f"{at[2]:,.0f}", at[2] / (at[1] or math.nan)) for name, at in speeds.items()])
 
 
 def _print_entropy(found):
@@ -441,10 +456,11 @@ def _print_entropy(found):
     rows = []
     for name in found.before:
         entropy = found.entropy[name]
-        for label, values in (f"entropy, {name}", entropy), (f"change, {name} to depth 2", found.entropy["depth 2"] - entropy):
+        change = found.entropy["depth 2"] - entropy
+        for label, values in (f"entropy, {name}", entropy), (f"change, {name} to depth 2", change):
             rows.append((label, *correlation(found.count, values),
                          *correlation(found.count[found.scored], values[found.scored])))
-    _print("", ["Pearson", "Spearman", "Pearson, labelled", "Spearman, labelled"], rows)
+    _print("", ["Pearson", "Spearman", "of labelled ones: Pearson", "Spearman"], rows)
     print("\nentropy by the number of layers that select a token")
     heads = [head for name in found.before for head in (f"entropy, {name}", "change")]
     _print("layers", ["tokens", "share", *heads],
