@@ -11,7 +11,8 @@ the model computes.
 
 FLOPs are found in two ways. The formula is the model's own estimate. The count is what PyTorch counts of the products
 in a forward pass, of a model without memory on the meta device; it has queries meet all keys, where the formula has
-them meet the half that comes before them. Neither includes the routers, which take as much as a norm.
+them meet the half that comes before them, and it takes the selected tokens as a whole number, which shows in short
+texts. Neither includes the routers, which take as much as a norm.
 """
 import copy
 import dataclasses
@@ -396,7 +397,7 @@ def _draw_scores(axes, model, found):
         sums = [found.histogram[j, a:b].sum() / len(found.count) for a, b in zip(edges, edges[1:])]
         axes.stairs(sums, edges / BINS, color=f"C{i}", label=f"layer {model.config.nested[j]}")
         axes.axvline(float(model.nesting.tau[j]), color=f"C{i}", linestyle="--")
-    axes.set(title="scores p, and tau (dashed)", xlabel="p", ylabel="share of the tokens")
+    axes.set(title="scores p, and tau (dashed)", xlabel="p", ylabel="share of the tokens", yscale="log")
 
 
 # ---- all of it
