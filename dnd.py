@@ -225,7 +225,7 @@ def causal_attention(q, k, v, mask=None):
     q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, nh or G, T or S, hd)
     if q.device.type == "cpu" and T * S <= {torch.bfloat16: 128, torch.float32: 64}.get(q.dtype, 0) ** 2:
         # SDPA is slower for short texts: forward and backward in bfloat16 3 to 8 times, in float32 up to 1.4 times
-        more = -S % (32 if q.dtype == torch.bfloat16 else 16)  # hidden keys: softmax is 4 times slower between multiples
+        more = -S % (32 if q.dtype == torch.bfloat16 else 16)  # hidden keys: softmax likes multiples, 4 times faster
         k, v = F.pad(k, (0, 0, 0, more)), F.pad(v, (0, 0, 0, more))
         if mask is None:
             mask = torch.full((T, S + more), -torch.inf, dtype=q.dtype).triu(1)
@@ -519,6 +519,7 @@ class DND(nn.Module):
     rate = "tokens"  # the metric that train.py's progress bar also counts per second
     unit = "layers"  # what stream counts for each token
     Carry = None  # nothing survives a training step
+    packs = True  # a row of a batch may hold several texts
 
     def __init__(self, config):
         super().__init__()
@@ -824,7 +825,7 @@ KINDS = dict(dnd=DNDConfig, qwen3=Qwen3Config)
 
 
 def read_run(path, **kinds):
-    """A checkpoint of train.py's -> its dict. kinds: names of models and their config classes, as dnd=DNDConfig."""
+    """A checkpoint of train.py's -> its dict. kinds: a model's name and config class, as dnd=DNDConfig."""
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # foreign bytes break the reader in any way: KeyError, IndexError, struct.error

@@ -692,7 +692,7 @@ class Huginn(nn.Module):
 
 
 def read_run(path, **kinds):
-    """A checkpoint of train.py's -> its dict. kinds: names of models and their config classes, as huginn=HuginnConfig."""
+    """A checkpoint of train.py's -> its dict. kinds: a model's name and config class, as huginn=HuginnConfig."""
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # foreign bytes break the reader in any way: KeyError, IndexError, struct.error

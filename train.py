@@ -36,6 +36,7 @@ The loop knows a model through one contract, the same for all of them
                                                           by title; the model that it goes on with a branch merged
     Model.Carry, model.bar, Model.rate, Model.unit        the carry's class; metrics on the bar; the one per second;
                                                           what its stream counts for each token
+    Model.packs                                           it keeps texts apart that share a row, by their positions
 where the count of the metric "loss" is what a loss is a mean over, and data through
     load(config, prepare, saved)                          saved: what a checkpoint kept of state()
     data.summary(), .model_args, .longest, .state()       lines for the log; what a model must know, and hold; to keep
@@ -74,7 +75,7 @@ import dnd
 import hrm
 import huginn
 import modr
-from data import arith, chat, sudoku, text
+from data import arith, chat, selection, sudoku, text
 from data import math as math_sets
 from data.common import atomic_write
 from data.show import means, print_scores, print_table, show_thinking, write_text
@@ -93,6 +94,7 @@ class TrainConfig:
     solve: str = ""  # a puzzle, or a file of puzzles, to solve with a checkpoint
     sample: str = ""  # a text to write on from with a checkpoint
     export: str = ""  # a file to write a checkpoint's --branch to, merged into the model that it goes on
+    plot: str = ""  # a .png file to draw to, where --eval_only has something to draw (dnd)
     stop: str = ""  # special tokens that end a text, separated by commas; empty = the tokenizer's end of text
     # machine
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
@@ -121,8 +123,8 @@ class TrainConfig:
     def __post_init__(self):
         limits = {"seed": (0, 2**32 - 1), "batch_size": (1, 2**20), "grad_accum": (1, 2**20),
                   "eval_batch_size": (1, 2**20), "lr": (0, 1e38),
-                  "last_lr": (0, 1), "ema": (0, 0.99999), "beta1": (0, 0.99999), "beta2": (0, 0.99999), "weight_decay": (0, 1e3),
-                  "warmup_steps": (0, 2**40)}
+                  "ema": (0, 0.99999), "beta1": (0, 0.99999), "beta2": (0, 0.99999), "weight_decay": (0, 1e3),
+                  "warmup_steps": (0, 2**40), "last_lr": (0, 1)}
         or_off = ("max_steps", "time_limit", "decay_steps", "grad_clip", "eval_interval")
         for name, (least, most) in limits.items():
             if not least <= getattr(self, name) <= most:  # nan too
@@ -168,16 +170,17 @@ RECIPES = {
     ("modr", "paper"): dict(lr=1e-4, weight_decay=0.0, max_steps=1500, decay_steps=1500, batch_size=64, grad_accum=16,
                             grad_clip=1.0, eval_batch_size=4, checkpoint_core=True, depths="1,4,8,16,32"),
 }
-NANO = dict(lr=2e-3, max_steps=2000, decay_steps=2000, time_limit=15, grad_clip=1.0, ema=0.99, eval_batch_size=400)
+NANO = dict(time_limit=15, grad_clip=1.0, ema=0.99, eval_batch_size=400)
 for size in dnd.PRESETS:
-    RECIPES["qwen3", size] = dict(depths="1") | (NANO if "nano" in size else {})
-    RECIPES["dnd", size] = dict(depths="1,2") | (NANO | dict(lr=1e-3, max_steps=1000, decay_steps=1000) if "nano" in size
-                                                 else {})
+    RECIPES["qwen3", size], RECIPES["dnd", size] = dict(depths="1"), dict(depths="1,2")
+    if size.startswith("nano"):
+        RECIPES["qwen3", size] |= NANO | dict(lr=2e-3, max_steps=2000, decay_steps=2000)
+        RECIPES["dnd", size] |= NANO | dict(lr=1e-3, max_steps=1000, decay_steps=1000)
 TUNING = dict(batch_size=16, grad_accum=16, lr=1e-5, warmup_steps=50, max_steps=1000, decay_steps=1000,
               eval_batch_size=16)  # of a language model from a Hugging Face folder
 TUNING_OF = {"dnd": dict(lr=5e-6, last_lr=0.2, grad_clip=1.0)}  # in which a model differs; these are the paper's
 # fields that belong to one call and are not taken from a checkpoint
-OF_THIS_CALL = ("init_from", "out_dir", "eval_only", "solve", "sample", "export", "stop", "device")
+OF_THIS_CALL = ("init_from", "out_dir", "eval_only", "solve", "sample", "export", "plot", "stop", "device")
 LOG_EVERY = 10  # steps between looks at the metrics: each look waits for the device
 
 
@@ -808,6 +811,11 @@ def check_uses(c, argv):
         if not getattr(c, flag) and any(word.split("=")[0] == f"--{flag}" for word in argv):
             give = dict(solve="a puzzle, or a file of them", sample="the beginning of a text", export="a file's name")
             raise UserError(f"--{flag} is empty; give {give[flag]}")
+    if c.plot:
+        if not c.eval_only:
+            raise UserError(f"--plot {c.plot} goes with --eval_only; add that")
+        with user_errors():
+            selection.check_plot(c.plot)
     if sum(map(bool, (c.eval_only, c.solve, c.sample, c.export))) > 1:
         raise UserError("more than one of --eval_only, --solve, --sample and --export; give one at a time")
 
@@ -848,9 +856,12 @@ def run(argv):
         if not len(getattr(data, split)):
             raise UserError(f"the {split} split is empty, but it is needed; see --num_{split}, or --{split}_fraction")
     check_longest(configs[1], data)
+    if getattr(data, "pack_to", 0) and not getattr(model, "packs", False):
+        raise UserError(f"--pack_to {data.pack_to}: a {c.model} reads a row as one text; give 0, or --model qwen3 or "
+                        "dnd")
     use_options(c, use, data)  # an unknown --stop is told before the work
     if c.eval_only:
-        return score(c, use, model, data, machine)
+        return score(c, use, model, data, machine, path)
     with user_errors():
         os.makedirs(folder, exist_ok=True)
     c.init_from = c.init_from if c.init_from == "resume" else path or "scratch"  # a checkpoint tells what it began as
@@ -918,8 +929,8 @@ def saved_data(path):
     return read_checkpoint(path).get("data") if path else None
 
 
-def score(c, use, model, data, machine):
-    """The tables of the test split; for what goes on another model, also of other ways to use what was trained."""
+def score(c, use, model, data, machine, path):
+    """The tables of the test split, also of other ways to use what was trained, and of the tokens that DND selects."""
     groups, depths = data.groups(), parse_depths(c.depths)
     scores = evaluate(model, data, "test", c, use, machine, depths)
     print_scores("test split", scores, groups)
@@ -930,6 +941,17 @@ def score(c, use, model, data, machine):
             columns[title] = evaluate(model, data, "test", c, use, machine, depths[-1:])[depths[-1]][name]
         everything = {"all": [np.ones(len(data.test), bool)]}
         print_table(f"{name} at depth {depths[-1]}, by what is used", columns, groups | everything)
+    if getattr(model.config, "nested", ()):
+        batches = (to_device(batch, machine.device) for batch in data.eval_batches("test", c.eval_batch_size))
+        with user_errors():
+            base = model_before(c, path, machine)
+            selection.print_selection(model.eval(), data, batches, machine.autocast, base, c.plot)
+
+
+def model_before(c, path, machine):
+    """What a run went on from, by its checkpoint; None if that is gone, or for published weights, which are no run."""
+    before = read_checkpoint(path)["config"].get("init_from", "") if os.path.isfile(path) else ""
+    return MODELS[c.model][0].load_pretrained(before).to(machine.device) if os.path.exists(before) else None
 
 
 def export(configs, model, data):
@@ -964,11 +986,13 @@ def write(c, use, model, data, machine, prompt):
     started, options = time.monotonic(), use_options(c, use, data)
     with user_errors():
         ids = data.encode(prompt)
-        steps = write_text(model.eval(), data.tokenizer, prompt, options, machine.autocast, ids)
+        written, steps = write_text(model.eval(), data.tokenizer, prompt, options, machine.autocast, ids)
     speed = len(steps) / (time.monotonic() - started)
     with machine.autocast():
         size = model.cache_size(len(ids), **options) / 2**20
     print(f"{len(steps)} tokens, {steps.mean():.1f} {model.unit} each, {speed:,.0f} tokens/s, cache {size:.1f} MiB\n")
+    if getattr(model.config, "nested", ()) and use.depth == 2:
+        selection.show_selected(model, data.tokenizer, (ids + written)[:model.config.block_size], machine.autocast)
 
 
 def main(argv=None):

@@ -86,10 +86,11 @@ def print_side_by_side(boards, width):
 
 
 def write_text(model, tokenizer, prompt, options, autocast, ids=None):
-    """Print a prompt and, as it is written, what the model makes of it. Returns the steps used per token, (n,) int64.
+    """Print a prompt and, as it is written, what the model makes of it.
 
-    ids: the prompt's, where they are not those of its text alone. What is not printable, as in a model's first
-    attempts, is printed as its escape, line ends as they are.
+    Returns the new ids, without the one that ends a text, and what stream counts per token, (n,) int64. ids: the
+    prompt's, where they are not those of its text alone. What is not printable, as in a model's first attempts, is
+    printed as its escape, line ends as they are.
     """
     read, ids, shown, steps = tokenizer.encode(prompt) if ids is None else ids, [], "", []
     color = in_color()
@@ -108,7 +109,7 @@ def write_text(model, tokenizer, prompt, options, autocast, ids=None):
             print(_printable(whole[len(shown):]), end="", flush=True)
             shown = whole if len(whole) > len(shown) else shown
         print(_printable(tokenizer.decode(ids, strict=False)[len(shown):]), end="")
-    return np.array(steps)
+    return ids, np.array(steps)
 
 
 def _printable(text):

@@ -626,7 +626,8 @@ def test_a_sample_shows_every_byte(capsys):
             for token in [0xC3, 0xA9, 65, 0xFF, 0xFF, 0xFF, 0xFF, 66, 0xE2, 0x82, 10]:
                 yield torch.tensor([token]), torch.tensor([3])
 
-    steps = write_text(Model(), byte_tokenizer(), "p", {"stop": []}, contextlib.nullcontext)
+    ids, steps = write_text(Model(), byte_tokenizer(), "p", {"stop": []}, contextlib.nullcontext)
+    assert ids[:3] == [0xC3, 0xA9, 65] and len(ids) == 11
     assert capsys.readouterr().out == "p\u00e9A\ufffd\ufffd\ufffd\ufffdB\ufffd\n\n" and steps.tolist() == [3] * 11
 
 
@@ -896,13 +897,28 @@ def test_nested_passes_go_on_the_newest_qwen3(nested, run):
     assert steps[0]["tau"] == pytest.approx(0.5 - 0.1 * 0.2), "moved once by alpha (0 - k_target)"
     assert len({line["ratio"] for line in steps}) > 1, "everything passes, then some"
     code, out, err = run("--model", "dnd", "--sample", "012+034=", "--max_new_tokens", 4, tiny=False)
-    assert code == 0 and re.search(r"4 tokens, [4-6]\.\d layers each", out), err
+    assert code == 0 and re.search(r"4 tokens, [4-6]\.\d layers each", out) and "who was selected" in out, err
     code, out, err = run("--model", "dnd", "--sample", "012+034=", "--max_new_tokens", 4, "--depth", 1, tiny=False)
-    assert code == 0 and "4.0 layers each" in out, err
-    fails(run("--model", "dnd", "--sample", "1", "--depth", 3, tiny=False), "depth 3", "1 (the plain Qwen3) or 2")
-    fails(run("--model", "dnd", "--export", "x.pt", tiny=False), "dnd has no branches")
+    assert code == 0 and "4.0 layers each" in out and "who was selected" not in out, err
+    code, out, err = run("--model", "dnd", "--eval_only", "--plot", "a/plot.png", tiny=False)
+    assert code == 0 and "entropy, base" in out and "who was selected" in out and os.path.exists("a/plot.png"), err
+    fails(run("--model", "dnd", "--eval_only", "--plot", "plot.jpg", tiny=False), "plot.jpg", ".png")
+    fails(nested("--plot", "plot.png", "--max_steps", 1), "--plot", "--eval_only")
     fails(nested("--nested_first", 3, "--max_steps", 1), "nested_first 3", "0 to 3")
     fails(nested("--k_target", 1.5, "--max_steps", 1), "k_target 1.5")
+    shutil.rmtree("out/qwen3-arith")
+    code, out, err = run("--model", "dnd", "--eval_only", tiny=False)
+    assert code == 0 and "entropy, base" not in out and "entropy, depth 1" in out, err
+    fails(run("--model", "dnd", "--sample", "1", "--depth", 3, tiny=False), "depth 3", "1 (the plain Qwen3) or 2")
+    fails(run("--model", "dnd", "--export", "x.pt", tiny=False), "dnd has no branches")
+
+
+def test_rows_may_hold_several_texts_where_the_model_keeps_them_apart(nested, lm):
+    code, out, err = nested("--pack_to", 64, "--max_steps", 4, "--grad_accum", 2)
+    assert code == 0, err
+    assert {line["tokens"] % 32 for line in log("out/dnd-arith") if "loss" in line} == {0}, "a mean of two parts"
+    fails(nested("--pack_to", 8, "--max_steps", 1), "pack_to 8", "longest")
+    fails(lm("--pack_to", 64, "--max_steps", 1), "--pack_to 64", "a huginn reads a row as one text", "dnd")
 
 
 def test_without_nested_layers_it_is_plain_tuning(nested):
