@@ -17,10 +17,11 @@ future. All of it is trained, with
 
 while tau, a number per nested layer, follows the share of the tokens that it lets pass, and is fixed after training:
 
-    tau += alpha (ratio - k_target)                     after every optimizer step
+    tau += alpha (ratio - k_target) n                   after every optimizer step
     tau  = (1 - gamma) tau + gamma tau_bar              after every sync_interval of them
 
-with tau_bar the mean, over the steps since the last time, of the highest score that is not among the k_target highest.
+with n the step's tokens over the mean of the last sync_interval steps, and tau_bar the mean, over those, of the highest
+score that is not among the k_target highest, steps weighing by their tokens.
 At the start all scores are equal and nothing passes. The first update puts tau below 1/2, everything passes, CE tells
 the router who gained by it, and scores part.
 
@@ -137,8 +138,8 @@ class DNDConfig(Qwen3Config):
     lambda_sd: float = 1e-3  # weight of L_sd, which spreads the scores
     lambda_dp: float = 1e-3  # weight of L_dp, which draws them to 1/2
     lambda_z: float = 0.0  # weight of the mean square of the score before its sigmoid, another way to bound it
-    alpha: float = 0.03  # how fast tau follows the share selected; 0 = not at all
-    gamma: float = 0.5  # how far tau is drawn to the scores' own quantile; 0 = not at all
+    alpha: float = 0.003  # how fast tau follows the share selected; 0 = not at all
+    gamma: float = 0.1  # how far tau is drawn to the scores' own quantile; 0 = not at all
     sync_interval: int = 50  # steps between two times that it is
 
     limits = Qwen3Config.limits | dict(
@@ -371,12 +372,13 @@ class Nesting(nn.Module):
         self.router = nn.Parameter(torch.zeros(n, config.n_embd))
         self.beta = nn.Parameter(torch.full((n,), float(config.beta_init)))
         self.register_buffer("tau", torch.full((n,), float(config.tau_init)))
-        self.register_buffer("boundaries", torch.zeros(config.sync_interval, n))  # of the last steps, in turn
+        self.register_buffer("boundaries", torch.zeros(config.sync_interval, n))  # of the last steps, times tokens
+        self.register_buffer("tokens", torch.zeros(config.sync_interval))  # of the last steps, in turn
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))  # optimizer steps so far
 
     def _apply(self, fn, recurse=True):
         """To another device or dtype; but what moves in small steps stays float32: in bfloat16 0.5 + 0.001 is 0.5."""
-        kept = {name: getattr(self, name) for name in ("tau", "boundaries")}
+        kept = {name: getattr(self, name) for name in ("tau", "boundaries", "tokens")}
         super()._apply(fn, recurse)
         for name, value in kept.items():
             setattr(self, name, value.to(getattr(self, name).device))
@@ -434,11 +436,12 @@ class Nesting(nn.Module):
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(sums)
         counts, scores, n = sums.unbind(dim=1)
-        if_any = (n > 0).float()
-        self.boundaries[self.steps % c.sync_interval] = scores / n.clamp(min=1) * if_any + self.tau * (1 - if_any)
-        self.tau += c.alpha * (counts / n.clamp(min=1) - c.k_target) * if_any
+        place = self.steps % c.sync_interval
+        self.boundaries[place], self.tokens[place] = scores, n[0]
         self.steps += 1
-        self.tau.lerp_(self.boundaries.mean(dim=0), c.gamma * (self.steps % c.sync_interval == 0))
+        total = self.tokens.sum().clamp(min=1)
+        self.tau += c.alpha * (counts - c.k_target * n) / total * self.steps.clamp(max=c.sync_interval)
+        self.tau.lerp_(self.boundaries.sum(dim=0) / total, c.gamma * (self.steps % c.sync_interval == 0))
 
 
 # ---- what is kept between tokens

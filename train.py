@@ -175,7 +175,8 @@ for size in dnd.PRESETS:
     RECIPES["qwen3", size], RECIPES["dnd", size] = dict(depths="1"), dict(depths="1,2")
     if size.startswith("nano"):
         RECIPES["qwen3", size] |= NANO | dict(lr=2e-3, max_steps=2000, decay_steps=2000)
-        RECIPES["dnd", size] |= NANO | dict(lr=1e-3, max_steps=1000, decay_steps=1000)
+        # no averaged weights: tau holds the scores of those that are trained
+        RECIPES["dnd", size] |= NANO | dict(lr=1e-3, max_steps=1000, decay_steps=1000, ema=0.0)
 TUNING = dict(batch_size=16, grad_accum=16, lr=1e-5, warmup_steps=50, max_steps=1000, decay_steps=1000,
               eval_batch_size=16)  # of a language model from a Hugging Face folder
 TUNING_OF = {"dnd": dict(lr=5e-6, last_lr=0.2, grad_clip=1.0)}  # in which a model differs; these are the paper's
