@@ -321,7 +321,8 @@ def parse_depths(text):
 def checkpoint_path(known):
     """The file or folder that --init_from, --out_dir and a use of a run mean together; None for a run from scratch.
 
-    What goes on another model starts from its newest run, on the same data if there is one.
+    What goes on another model starts from its newest run, with the same --preset if that is given, and on the same data
+    if there is one.
     """
     reads, folder = only_uses(known), known.out_dir
     if known.init_from not in ("scratch", "resume"):
@@ -330,7 +331,8 @@ def checkpoint_path(known):
         folder, reads = known.init_from, True
     elif known.init_from == "scratch" and not reads:
         base = BASES.get(known.model)
-        folder, reads = base and (newest_run(base, known.data) or newest_run(base, "")), True
+        folder = base and (newest_run(base, known.data, known.preset) or newest_run(base, "", known.preset))
+        reads = True
         if not folder:
             return None
         if not os.path.exists(os.path.join(folder, "best.pt")):
@@ -348,10 +350,11 @@ def checkpoint_path(known):
     raise UserError(f"{folder}: holds no checkpoint of a run; name the folder of one")
 
 
-def newest_run(model, data):
-    """The folder of the newest run under out of a model on data ("": on any); None if there is none."""
-    runs = glob.glob(os.path.join("out", f"{model}-{data}*", "last.pt"))
-    return os.path.dirname(max(runs, key=os.path.getmtime)) if runs else None
+def newest_run(model, data, preset=""):
+    """The folder of the newest run under out of a model on data, with a preset ("": any); None if there is none."""
+    runs = sorted(glob.glob(os.path.join("out", f"{model}-{data}*", "last.pt")), key=os.path.getmtime, reverse=True)
+    return next((os.path.dirname(run) for run in runs
+                 if not preset or read_checkpoint(run).get("config", {}).get("preset") == preset), None)
 
 
 def new_folder(c):
@@ -893,7 +896,7 @@ def train_base(c, model_config, data_config):
     fields = {"device": c.device, "dtype": c.dtype, "seed": c.seed} | asdict(data_config)
     fields |= {name: getattr(model_config, name) for name in MODELS[base][1].__dataclass_fields__}
     fields = {name: value for name, value in fields.items() if name not in RECIPES[c.model, c.preset]}
-    print(f"--model {c.model} goes on a trained {base}, and there is no run of one under out (--init_from names one "
+    print(f"--model {c.model} goes on a trained {base}, and there is no {c.preset} run of one under out (--init_from names one "
           f"elsewhere): training a {c.preset} one first, for nano {MINUTES[base]} on two cores\n", flush=True)
     flags = (word for name, value in fields.items() for word in (f"--{name}", str(value)))
     return run(["--model", base, "--data", c.data, "--preset", c.preset, *flags])

@@ -804,7 +804,7 @@ def test_without_a_huginn_one_is_trained_first(run, monkeypatch):
              "--num_test", 9]
     code, out, err = run("--model", "modr", *small, tiny=False)
     assert code == 0, err
-    assert out.index("no run of one under out") < out.index("huginn on arith") < out.index("modr on arith")
+    assert out.index("run of one under out") < out.index("huginn on arith") < out.index("modr on arith")
     assert train.read_checkpoint("out/huginn-arith/last.pt")["model_config"]["n_embd"] == 32
     assert train.read_checkpoint("out/modr-arith/last.pt")["data_config"]["digits"] == 3
 
@@ -945,9 +945,12 @@ def test_without_a_qwen3_one_is_trained_first(run, monkeypatch, preset):
         monkeypatch.setitem(train.RECIPES, (model, preset), dict(max_steps=2, batch_size=8, depths="1"))
     small = ["--n_embd", 32, "--n_head", 2, "--n_kv_head", 1, "--digits", 3, "--num_train", 64, "--num_val", 8,
              "--num_test", 9]
+    other = {"nano": "nano-moe", "nano-moe": "nano"}[preset]  # a run of another preset is no base
+    assert run("--model", "qwen3", "--preset", other, *small, "--max_steps", 1, "--out_dir", "out/qwen3-arith-0",
+               tiny=False)[0] == 0
     code, out, err = run("--model", "dnd", "--preset", preset, *small, tiny=False)
     assert code == 0, err
-    assert out.index("no run of one under out") < out.index("qwen3 on arith") < out.index("dnd on arith")
+    assert out.index("run of one under out") < out.index("qwen3 on arith") < out.index("dnd on arith")
     base, saved = (train.read_checkpoint(f"out/{model}-arith/last.pt") for model in ("qwen3", "dnd"))
     assert saved["model_config"]["num_experts"] == base["model_config"]["num_experts"] == 8 * (preset == "nano-moe")
     assert saved["model_config"]["nested_first"] == 1 and "nested_first" not in base["model_config"]
