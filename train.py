@@ -896,8 +896,8 @@ def train_base(c, model_config, data_config):
     fields = {"device": c.device, "dtype": c.dtype, "seed": c.seed} | asdict(data_config)
     fields |= {name: getattr(model_config, name) for name in MODELS[base][1].__dataclass_fields__}
     fields = {name: value for name, value in fields.items() if name not in RECIPES[c.model, c.preset]}
-    print(f"--model {c.model} goes on a trained {base}, and there is no {c.preset} run of one under out (--init_from names one "
-          f"elsewhere): training a {c.preset} one first, for nano {MINUTES[base]} on two cores\n", flush=True)
+    print(f"--model {c.model} goes on a trained {base}, and there is no {c.preset} run of one under out (--init_from "
+          f"names one elsewhere): training one first, for nano {MINUTES[base]} on two cores\n", flush=True)
     flags = (word for name, value in fields.items() for word in (f"--{name}", str(value)))
     return run(["--model", base, "--data", c.data, "--preset", c.preset, *flags])
 
