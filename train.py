@@ -408,8 +408,12 @@ def check_fit(model_config, data, path):
                             "it was trained on (for Sudoku see --box, for text --tokenizer)")
 
 
-def check_longest(model_config, data):
-    most = getattr(model_config, "block_size", None)
+def check_rows(c, model, data):
+    """Texts must fit into the context; rows that hold several are for models that keep them apart."""
+    if getattr(data, "pack_to", 0) and not getattr(model, "packs", False):
+        raise UserError(f"--pack_to {data.pack_to}: a {c.model} reads a row as one text; give 0, or --model qwen3 or "
+                        "dnd")
+    most = getattr(model.config, "block_size", None)
     if most and data.longest > most:
         raise UserError(f"the data has texts of {data.longest} tokens, but --block_size is {most}; raise it, or "
                         "choose data with shorter ones")
@@ -859,10 +863,7 @@ def run(argv):
     for split in ("test",) if c.eval_only else ("train", "val", "test"):
         if not len(getattr(data, split)):
             raise UserError(f"the {split} split is empty, but it is needed; see --num_{split}, or --{split}_fraction")
-    check_longest(configs[1], data)
-    if getattr(data, "pack_to", 0) and not getattr(model, "packs", False):
-        raise UserError(f"--pack_to {data.pack_to}: a {c.model} reads a row as one text; give 0, or --model qwen3 or "
-                        "dnd")
+    check_rows(c, model, data)
     use_options(c, use, data)  # an unknown --stop is told before the work
     if c.eval_only:
         return score(c, use, model, data, machine, path)

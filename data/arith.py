@@ -30,10 +30,8 @@ import os
 import random
 from dataclasses import dataclass
 
-import numpy as np
-
-from data.common import atomic_write, content_hash
-from data.prompts import PromptData, Rows
+from data.common import content_hash
+from data.prompts import PromptData, Rows, prepared
 from data.tokenizer import Tokenizer, byte_tokenizer
 
 FORMAT = 1  # part of the cache key: raise it when the prepared files change
@@ -160,18 +158,12 @@ def load(config, prepare=True, saved=None):
     fields = {name: value for name, value in dataclasses.asdict(config).items() if name not in ("data_dir", "pack_to")}
     key = content_hash(FORMAT, sorted(fields.items()), tokenizer.fingerprint())[:16]
     path = os.path.join(config.data_dir, f"arith-{key}.npz")
-    if not os.path.exists(path):
+
+    def make():
         print(f"preparing arithmetic ({config.num_train:,} examples to train on) -> {path}", flush=True)
-        splits = build(config, tokenizer)
-        arrays = {f"{name}_{field}": value for name, rows in splits.items() for field, value in vars(rows).items()}
-        with atomic_write(path) as file:
-            np.savez(file, **arrays)
-    try:
-        with np.load(path, allow_pickle=False) as stored:
-            splits = {name: Rows(*(stored[f"{name}_{field.name}"] for field in dataclasses.fields(Rows)))
-                      for name in ("train", "val", "test")}
-    except Exception as error:  # damaged bytes break the reader in any way
-        raise ValueError(f"{path} is damaged ({type(error).__name__}); delete it, and it is prepared again") from None
+        return build(config, tokenizer), {}
+
+    splits, _ = prepared(path, make)
     note = f"arithmetic, numbers of {config.digits} digits, seed {config.data_seed}"
     trained = config.families.split(",")
     means = {"mean of the trained families": trained,

@@ -46,8 +46,8 @@ from typing import Literal
 
 import numpy as np
 
-from data.common import atomic_write, content_hash, file_hash, read_lines, report_bad_rows
-from data.prompts import PromptData, Rows
+from data.common import content_hash, file_hash, read_lines, report_bad_rows
+from data.prompts import PromptData, Rows, prepared
 from data.tokenizer import Tokenizer, chat_template, load_tokenizer
 
 FORMAT = 1  # part of the cache key: raise it when the prepared files change
@@ -301,17 +301,13 @@ def load(config, prepare=True, saved=None):
     key = content_hash(FORMAT, settings, tokenizer.fingerprint() if tokenizer else config.tokenizer, template,
                        config.data_file.endswith(".gz"), file_hash(config.data_file))[:16]
     path = os.path.join(config.data_dir, f"chat-{key}.npz")
-    if not os.path.exists(path):
+
+    def make():
         print(f"preparing chats ({config.data_file}) -> {path}", flush=True)
-        splits, tokenizer, notes = build(config, template, tokenizer)
-        arrays = {f"{name}_{field}": value for name, rows in splits.items() for field, value in vars(rows).items()}
-        about = json.dumps(dict(tokenizer=tokenizer.state(), notes=notes))
-        with atomic_write(path) as file:
-            np.savez(file, about=np.array(about), **arrays)
-    with np.load(path, allow_pickle=False) as stored:
-        splits = {name: Rows(*(stored[f"{name}_{field.name}"] for field in dataclasses.fields(Rows)))
-                  for name in ("train", "val", "test")}
-        about = json.loads(str(stored["about"]))
+        splits, used, notes = build(config, template, tokenizer)
+        return splits, dict(tokenizer=used.state(), notes=notes)
+
+    splits, about = prepared(path, make)
     return ChatData("chat", Tokenizer.from_state(about["tokenizer"]), template, notes=about["notes"],
                     pack_to=config.pack_to, **splits)
 

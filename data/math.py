@@ -40,8 +40,8 @@ from typing import Literal
 
 import numpy as np
 
-from data.common import atomic_write, content_hash, download, file_hash, read_lines
-from data.prompts import PromptData, Rows, final_number, same_answer
+from data.common import content_hash, download, file_hash, read_lines
+from data.prompts import PromptData, Rows, final_number, prepared, same_answer
 from data.tokenizer import Tokenizer, load_tokenizer
 
 FORMAT = 1  # part of the cache key: raise it when the prepared files change
@@ -343,17 +343,13 @@ def load(config, prepare=True, saved=None):
     key = content_hash(FORMAT, settings, tokenizer.fingerprint() if tokenizer else config.tokenizer,
                        [(name, path.endswith(".gz"), file_hash(path)) for name, path in files])[:16]
     path = os.path.join(config.data_dir, f"math-{key}.npz")
-    if not os.path.exists(path):
+
+    def make():
         print(f"preparing word problems ({', '.join(name for name, _ in files)}) -> {path}", flush=True)
-        splits, tokenizer, notes = build(config, files, tokenizer)
-        arrays = {f"{name}_{key}": value for name, rows in splits.items() for key, value in vars(rows).items()}
-        about = json.dumps(dict(tokenizer=tokenizer.state(), notes=notes))
-        with atomic_write(path) as file:
-            np.savez(file, about=np.array(about), **arrays)
-    with np.load(path, allow_pickle=False) as stored:
-        splits = {name: Rows(*(stored[f"{name}_{field.name}"] for field in dataclasses.fields(Rows)))
-                  for name in ("train", "val", "test")}
-        about = json.loads(str(stored["about"]))
+        splits, used, notes = build(config, files, tokenizer)
+        return splits, dict(tokenizer=used.state(), notes=notes)
+
+    splits, about = prepared(path, make)
     return MathData("math", Tokenizer.from_state(about["tokenizer"]), notes=about["notes"], pack_to=config.pack_to,
                     **splits)
 

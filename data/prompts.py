@@ -15,6 +15,7 @@ terms, so that rounded decimals count and neighbouring integers do not. The refe
 the letters must be the same. final_number and final_letter say what is read from a text.
 """
 import functools
+import dataclasses
 import json
 import os
 import re
@@ -24,7 +25,7 @@ from fractions import Fraction
 import numpy as np
 import torch
 
-from data.common import by_source, content_hash, epoch_rows, read_lines
+from data.common import atomic_write, by_source, content_hash, epoch_rows, read_lines
 
 IGNORE = -100  # the label of a token that is not scored
 GROUP = 16  # batches whose rows are sorted by length together, so that little of a batch is padding
@@ -158,6 +159,25 @@ class Rows:
         for row, left in enumerate(free):
             positions[row, size - left:] = np.arange(left)
         return dict(inputs=inputs, labels=labels, positions=positions)
+
+
+def prepared(path, make):
+    """The splits and the dict about them in the .npz at `path`, which is made first if it is not there.
+
+    make: -> split -> Rows for train, val and test, and a dict for JSON. ValueError, one line, for a damaged file.
+    """
+    if not os.path.exists(path):
+        splits, about = make()
+        arrays = {f"{name}_{field}": value for name, rows in splits.items() for field, value in vars(rows).items()}
+        with atomic_write(path) as file:
+            np.savez(file, about=np.array(json.dumps(about)), **arrays)
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            splits = {name: Rows(*(stored[f"{name}_{field.name}"] for field in dataclasses.fields(Rows)))
+                      for name in ("train", "val", "test")}
+            return splits, json.loads(str(stored["about"])) if "about" in stored else {}
+    except Exception as error:  # damaged bytes break the reader in any way
+        raise ValueError(f"{path} is damaged ({type(error).__name__}); delete it, and it is prepared again") from None
 
 
 class PromptData:
