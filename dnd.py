@@ -37,7 +37,8 @@ nested layers, k selected tokens of all rows together.
 The authors' code is not out. What the paper leaves open is settled as follows. Router (no bias: tau is one), beta and
 tau are one per nested layer; scores and tau are float32. L_sd is a mean over texts, L_dp over tokens, both over nested
 layers; padding counts nowhere. The published text can be read as if L_sd were maximised, which makes all scores equal.
-With micro-batches or ranks, ratio is that of all their tokens, tau_bar the mean of theirs. Tokens of the short text are
+With micro-batches or ranks, ratio is that of all their tokens, tau_bar the mean of theirs, and L_sd and L_dp weigh, as
+CE does, by labelled tokens. Tokens of the short text are
 at 0, 1, ... (`nested_positions`). Experts get no balancing loss.
 
 The constants are ours, from nano on arithmetic: 500 steps after 2,000 plain ones, seed 0; the share selected is by layer,
@@ -106,7 +107,8 @@ class Qwen3Config:
         for name, field in self.__dataclass_fields__.items():
             value, (least, most) = getattr(self, name), self.limits.get(name, (1, 2**31))
             if field.type in (int, float) and not (isinstance(value, (int, field.type)) and least <= value <= most):
-                raise ValueError(f"{name} {value!r}: give a number from {least} to {most:g}")
+                kind = "whole number" if field.type is int else "number"
+                raise ValueError(f"{name} {value!r}: give a {kind} from {least:,} to {most:,}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim}: rotary turns pairs of features; give an even number")
         if self.n_head % self.n_kv_head:
@@ -144,7 +146,8 @@ class DNDConfig(Qwen3Config):
 
     limits = Qwen3Config.limits | dict(
         nested_first=(-1, 2**16), nested_last=(-1, 2**16), k_target=(0, 1), beta_init=(-10, 10), tau_init=(-1, 2),
-        lambda_sd=(0, 1e6), lambda_dp=(0, 1e6), lambda_z=(0, 1e6), router_lr=(0, 1e3), alpha=(0, 1), gamma=(0, 1))
+        sync_interval=(1, 10**5), lambda_sd=(0, 1e6), lambda_dp=(0, 1e6), lambda_z=(0, 1e6), router_lr=(0, 1e3),
+        alpha=(0, 1), gamma=(0, 1))
 
     def __post_init__(self):
         super().__post_init__()
@@ -341,7 +344,7 @@ class Packed:
 
     @classmethod
     def at(cls, positions):
-        """All tokens of rows (B, T), of which those at position 0 begin a text."""
+        """All tokens of rows (B, T), each of which begins with a text; those at position 0 begin one."""
         begins = (positions.flatten() == 0).nonzero()[:, 0]
         return cls(positions.numel(), F.pad(begins, (0, 1), value=positions.numel()).int())
 
@@ -397,8 +400,8 @@ class Nesting(nn.Module):
     def losses(self, trace, is_token, texts=None):
         """The weighted sum of L_sd, L_dp and L_z, each the mean over nested layers, and metrics of each layer.
 
-        trace: [(selected, p)] as forward leaves it. texts: as there, default a text per row. L_sd is the mean over
-        texts of their entropies, the others are means over tokens.
+        trace: [(selected, p)] as forward leaves it. texts: a Packed of all, default a text per row. L_sd is the mean
+        over texts of their entropies, the others are means over tokens.
         """
         c, weight = self.config, is_token.float()  # (B, T)
         selected, p = (torch.stack(part) for part in zip(*trace))  # (L, B, T) each
@@ -499,6 +502,11 @@ def mean_loss(logits, targets):
     """Cross entropy of logits (N, V), targets (N,), in float32; the mean where not IGNORE, 0 where there is none."""
     loss = F.cross_entropy(logits.float(), targets, ignore_index=IGNORE, reduction="sum")
     return loss / (targets != IGNORE).sum().clamp(min=1)
+
+
+def not_padding(labels):
+    """labels (B, T) -> (B, T) bool: true up to a row's last label."""
+    return (labels != IGNORE).flip(1).cumsum(dim=1).flip(1) > 0
 
 
 def sample(logits, temperature, top_k=-1, top_p=1.0, generator=None):
@@ -609,7 +617,7 @@ class DND(nn.Module):
     def nested_pass(self, layer, j, x_v, p, selected, positions, cache=None, texts=None):
         """Take the selected tokens through their layer once more: x_v (B, T, C), p, selected (B, T) -> (B, T, C)."""
         x_s, cu_seqlens, _ = pack(x_v, selected)  # (k, C), (B + 1,)
-        if not len(x_s) and not torch.is_grad_enabled():
+        if not len(x_s) and not torch.is_grad_enabled():  # with it, beta and the router need their gradients, of zeros
             return x_v
         if texts is not None:  # of the selected, too, each sees those of its own text, not of its row
             counts = torch.bincount(texts.row[selected.flatten()], minlength=len(texts.lengths))
@@ -632,17 +640,16 @@ class DND(nn.Module):
         """
         inputs, labels, trace = batch["inputs"], batch["labels"], []
         texts = Packed.at(batch["positions"]) if "positions" in batch else None
-        scored = labels != IGNORE  # (B, T); the head is only computed where it counts
-        is_token = scored.flip(1).cumsum(dim=1).flip(1) > 0  # up to the row's last label
+        scored, is_token = labels != IGNORE, not_padding(labels)  # (B, T); the head is only computed where it counts
         hidden = self.hidden_states(inputs, texts=texts, is_token=is_token, trace=trace)
         ce, count = mean_loss(self.head(hidden[scored]), labels[scored]), scored.sum()
-        control, metrics, ratio = 0.0, {}, 0
+        control, metrics, share = 0.0, {}, 0  # share: of all tokens, padding too
         if trace:
             control, metrics = self.nesting.losses(trace, is_token, texts)
-            ratio = metrics["ratio"][0] / (inputs.numel() * len(trace))
+            share = metrics["ratio"][0] / (inputs.numel() * len(trace))
         loss = ce + control
         return loss, {"loss": (loss.detach() * count, count), "ce": (ce.detach() * count, count), **metrics,
-                      "tokens": (inputs.numel(), 1), "flops": (self.flops(inputs.shape, ratio), 1)}, None
+                      "tokens": (inputs.numel(), 1), "flops": (self.flops(inputs.shape, share), 1)}, None
 
     def finish_step(self, metrics):
         """Move the thresholds, once per optimizer step; metrics: those of `step`, added up. Returns tau, the mean."""
@@ -653,6 +660,8 @@ class DND(nn.Module):
 
     def flops(self, shape, ratio=None):
         """Estimated FLOPs of a training step on tokens (B, T) = shape: 2 per weight and token forward, 4 backward.
+
+        The head counts for all of them, though a step computes it for labelled ones only.
 
         ratio: share of the tokens that is selected in each nested layer, default k_target; 0 = the plain Qwen3.
         """
@@ -787,8 +796,7 @@ class DND(nn.Module):
     def _losses(self, batch, depth):
         """loss (B,) and, with nested layers, selected (B,) of each row."""
         labels, trace = batch["labels"], []
-        scored = labels != IGNORE
-        is_token = scored.flip(1).cumsum(dim=1).flip(1) > 0
+        scored, is_token = labels != IGNORE, not_padding(labels)
         hidden = self.hidden_states(batch["inputs"], depth, is_token=is_token, trace=trace)
         loss = F.cross_entropy(self.head(hidden[scored]).float(), labels[scored], reduction="none")  # (scored tokens,)
         total = torch.zeros(len(labels), device=labels.device).index_add_(0, scored.nonzero()[:, 0], loss)  # (B,)
@@ -846,7 +854,8 @@ def check_shapes(path, found, expected):
     for name in sorted(found.keys() | expected.keys()):
         if found.get(name) != expected.get(name):
             raise ValueError(f"{path}: {name} is {found.get(name, 'missing')} in the file and "
-                             f"{expected.get(name, 'absent')} in the model; give the settings it was trained with")
+                             f"{expected.get(name, 'absent')} in the model; give the settings it was trained with, or "
+                             "a whole checkpoint")
 
 
 def _run_state(path, model, dtype):
@@ -880,14 +889,16 @@ def _folder_config(folder):
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: not a readable config ({error}); give a folder with config.json and .safetensors "
                          "files") from None
-    rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
+    rope, dense = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}, theirs.get("mlp_only_layers") or []
+    if not isinstance(rope, dict) or not isinstance(dense, list):
+        raise ValueError(f"{path}: rope_scaling is {rope!r} and mlp_only_layers {dense!r}; give an object and a list")
     names = dict(n_embd="hidden_size", n_layer="num_hidden_layers", n_head="num_attention_heads",
                  n_kv_head="num_key_value_heads", block_size="max_position_embeddings",
                  tie_embeddings="tie_word_embeddings", rope_base="rope_theta")
     theirs = {"rope_theta": rope.get("rope_theta"), "tie_word_embeddings": False,
               "num_experts": theirs.get("num_local_experts", 0)} | theirs
     fields = {name: theirs.get(names.get(name, name)) for name in Qwen3Config.__dataclass_fields__}
-    fields["mlp_only_layers"] = ",".join(map(str, fields["mlp_only_layers"] or []))
+    fields["mlp_only_layers"] = ",".join(map(str, dense))
     for name in (*names, "head_dim", "intermediate_size", "vocab_size"):
         if fields[name] is None:
             raise ValueError(f"{path}: has no {names.get(name, name)}, so it is no Qwen3; give a folder of one, dense "
@@ -909,8 +920,12 @@ def _folder_files(folder, safe_open):
     files = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
     index = os.path.join(folder, "model.safetensors.index.json")
     if os.path.exists(index):
-        with open(index, encoding="utf-8") as file:
-            files = sorted(set(json.load(file).get("weight_map", {}).values()))
+        try:
+            with open(index, encoding="utf-8") as file:
+                files = sorted(set(json.load(file)["weight_map"].values()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{index}: not a readable index ({type(error).__name__}: {error}); download it "
+                             "again") from None
     found = {}
     for name in files or ["*.safetensors"]:
         path = os.path.join(folder, name)

@@ -251,7 +251,7 @@ def parse(argv):
     add_flags(first, TrainConfig, {})
     known, _ = first.parse_known_args([word for word in argv if word not in ("-h", "--help")])
     path, saved = checkpoint_path(known), {}
-    if path and os.path.isfile(path):
+    if path and not os.path.isdir(path):
         saved = read_checkpoint(path)
         check_saved(saved, known, path)
     known.data = known.data or saved.get("config", {}).get("data") or USES[known.model][0]
@@ -347,6 +347,8 @@ def checkpoint_path(known):
     for name in ("best.pt", "last.pt") if reads else ("last.pt",):
         if os.path.exists(os.path.join(folder, name)):
             return os.path.join(folder, name)
+    if os.path.exists(os.path.join(folder, "log.jsonl")):
+        raise UserError(f"{folder}: its run was killed before it saved anything; delete the folder and start anew")
     raise UserError(f"{folder}: holds no checkpoint of a run; name the folder of one")
 
 
@@ -357,14 +359,21 @@ def newest_run(model, data, preset=""):
                  if not preset or read_checkpoint(run).get("config", {}).get("preset") == preset), None)
 
 
+def unfinished(path):
+    """The step at which the run of a checkpoint was stopped before its limit; None if it reached that."""
+    last = read_checkpoint(os.path.join(os.path.dirname(path), "last.pt"))
+    c, step, minutes = last["config"], last["step"], last["elapsed"] / 60
+    return step if not (0 <= c["max_steps"] <= step or 0 <= c["time_limit"] <= minutes) else None
+
+
 def new_folder(c):
     """The folder of a new run: --out_dir, which must be empty, or out/MODEL-DATA or its next free sibling."""
     first = folder = c.out_dir or os.path.join("out", f"{c.model}-{c.data}")
     number = 1
     while os.path.exists(folder) and (not os.path.isdir(folder) or os.listdir(folder)):
         if c.out_dir:
-            raise UserError(f"--out_dir {folder} is not an empty folder; go on with its run by --init_from resume, "
-                            "or name another")
+            raise UserError(f"--out_dir {folder} is not an empty folder; go on with its run, if it has saved one, by "
+                            "--init_from resume, or name another")
         number += 1
         folder = f"{first}-{number}"
     if number > 1:
@@ -374,6 +383,8 @@ def new_folder(c):
 
 def read_checkpoint(path):
     """A checkpoint as a dict; UserError if the file is missing, truncated or something else."""
+    if not os.path.exists(path):
+        raise UserError(f"{path}: no such file or folder; name a run's folder, or a checkpoint")
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # foreign bytes break the reader in any way: KeyError, IndexError, struct.error
@@ -403,6 +414,9 @@ def check_fit(model_config, data, path):
     for name in ("vocab_size", "seq_len", "num_puzzle_identifiers", "box_rows", "box_cols"):
         ours, theirs = getattr(model_config, name, None), data.model_args.get(name)
         fewer = name == "vocab_size" and data.tokenizer and theirs <= ours
+        if name == "vocab_size" and os.path.isdir(path) and theirs > ours:
+            raise UserError(f"{path}: its tokenizer.json has {theirs} tokens, but its model {ours}; give a folder "
+                            "whose parts belong together")
         if ours and theirs is not None and ours != theirs and not fewer:  # no boxes: published weights know of none
             raise UserError(f"{path} was trained with {name} {ours}, but this data has {theirs}; choose the data "
                             "it was trained on (for Sudoku see --box, for text --tokenizer)")
@@ -415,8 +429,10 @@ def check_rows(c, model, data):
                         "dnd")
     most = getattr(model.config, "block_size", None)
     if most and data.longest > most:
-        raise UserError(f"the data has texts of {data.longest} tokens, but --block_size is {most}; raise it, or "
-                        "choose data with shorter ones")
+        if data.longest == getattr(data, "pack_to", 0):
+            raise UserError(f"--pack_to {data.longest}, but --block_size is {most}; raise it, or pack to fewer tokens")
+        raise UserError(f"the data has texts of {data.longest} tokens, but --block_size is {most}; raise it, or choose "
+                        "shorter ones, for math and chat by --max_tokens")
 
 
 class Log:
@@ -853,6 +869,8 @@ def run(argv):
     step = path and os.path.isfile(path) and (read_checkpoint(path).get("best") or {}).get("step")
     print("model " + json.dumps(asdict(configs[1])) + (f", from {path}" if path else "")
           + (f", best at step {step}" if step else ""))
+    if c.init_from == "scratch" and c.model in BASES and (stopped := unfinished(path)):
+        print(f"note: the run it goes on was stopped at step {stopped}, before its limit; --init_from names another")
     if c.solve:
         return solve(c, use, model, data, machine)
     if c.sample:

@@ -12,7 +12,8 @@ A line of the file (.gz too) is one of
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}, ...]}
     {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}, ...]}
 
-A chat begins with a user's message, before which there may be a system's. Each message of the assistant becomes a row:
+Lines that begin with # are comments. In a chat a user speaks before the assistant does, and before that a system
+may. Each message of the assistant becomes a row:
 the prompt is everything before it. Chat templates write a message differently once it is past, as by leaving out what
 was thought; so only a row for each shows the model, in training, what it sees when it answers.
 
@@ -182,7 +183,7 @@ def parse_chat(entries, key):
             raise ValueError(f"message {number} has the role {str(role)[:40]!r}, not {', '.join(ROLES)}")
         content = entry.get("content", entry.get("value"))
         if ROLES[role] != "system" or content != "":
-            messages.append({"role": ROLES[role], "content": _text(content, f"message {number}")})
+            messages.append({"role": ROLES[role], "content": _text(content, f"the content of message {number}")})
     roles = [message["role"] for message in messages]
     if "assistant" not in roles:
         raise ValueError("no message is the assistant's")
@@ -204,8 +205,12 @@ def plainly(source, messages):
     *before, last = (message["content"] for message in messages)
     if source == "pair":
         return before[0], last if before[0][-1].isspace() or last[0].isspace() else "\n" + last
-    lines = [f"{message['role'].capitalize()}: {message['content']}\n" for message in messages[:-1]]
-    return "".join(lines) + "Assistant:", " " + last
+    return written_chat(messages[:-1]), " " + last
+
+
+def written_chat(messages):
+    """Messages as the plain text of a prompt, which the assistant is to go on with."""
+    return "".join(f"{message['role'].capitalize()}: {message['content']}\n" for message in messages) + "Assistant:"
 
 
 def read_chats(config, template, end):
@@ -246,7 +251,7 @@ def split(chats, config):
     if num_val + num_test >= len(chats):
         raise ValueError(f"nothing is left to train on: val_fraction {config.val_fraction:g} and test_fraction "
                          f"{config.test_fraction:g} take {num_val:d} and {num_test:d} of {len(chats)} lines; give more "
-                         "lines, or smaller fractions (0 = none)")
+                         "lines, or smaller fractions")
     chosen = dict(val=order[:num_val], test=order[num_val:num_val + num_test], train=order[num_val + num_test:])
     triples = {name: [(*pair, chats[i].source) for i in sorted(rows) for pair in chats[i].pairs]
                for name, rows in chosen.items()}
@@ -294,7 +299,7 @@ def load(config, prepare=True, saved=None):
     else:
         tokenizer = None if config.tokenizer.startswith("bpe:") else load_tokenizer(config.tokenizer)
     if not prepare:
-        return ChatData("chat", tokenizer, template)
+        return ChatData("chat", tokenizer, template, saved.get("plain", "pair"))
     if not config.data_file:
         raise ValueError("no chats to train on: name a file of JSON lines with --data_file")
     settings = dataclasses.replace(config, data_file="", data_dir="", tokenizer="", pack_to=0)
@@ -321,20 +326,26 @@ class ChatData(PromptData):
 
     grade = None  # there is no telling who is right
 
-    def __init__(self, name, tokenizer, template="", **others):
+    def __init__(self, name, tokenizer, template="", plain="pair", **others):
+        """plain: how prompts are written without a template, as most rows are: "pair", as they stand, or "chat"."""
         super().__init__(name, tokenizer, **others)
-        self.template = template
+        self.template, self.plain = template, plain
+        if self.train is not None:
+            self.plain = "chat" if (self.train.source == "chat").mean() > 0.5 else "pair"
         if template:
             compiled(template)  # what is wrong with it is told now
 
     def state(self):
         """What must travel with a model's weights."""
-        return super().state() | {"template": self.template}
+        return super().state() | {"template": self.template, "plain": self.plain}
 
     def encode(self, text):
-        """A user's message (str) -> the ids that a model is to go on from: by the template, or as it stands."""
+        """A user's message (str) -> the ids that a model is to go on from, written as the prompts it was trained on."""
+        message = [{"role": "user", "content": text}]
         if self.template and not isinstance(text, Written):
-            text = render(self.template, [{"role": "user", "content": text}], True)
+            text = render(self.template, message, True)
+        elif self.plain == "chat" and not isinstance(text, Written):
+            text = written_chat(message)
         return self.tokenizer.encode(text, special=bool(self.template))
 
     def examples(self, split_name, number):

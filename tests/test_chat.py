@@ -374,3 +374,19 @@ def test_files_that_are_not_there_are_one_line(config, tmp_path):
 def test_the_tokenizer_of_the_tests_is_one_of_chats(tmp_path):
     tokenizer = huggingface_tokenizer(write_folder(tmp_path / "tok"))
     assert tokenizer.decode([tokenizer.eot]) == "<|im_end|>" and tokenizer.encode("<s>", special=True) == [259]
+
+
+def test_a_prompt_is_written_as_those_of_training(tmp_path):
+    """Without a template: as it stands for pairs, as a user's line for chats; and so after a checkpoint."""
+    for rows, want in (([{"prompt": f"{n}+1=", "response": f"{n + 1}"} for n in range(20)], "Hi"),
+                       ([{"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "Yes."}]}
+                         for n in range(20)], "User: Hi\nAssistant:")):
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        config = chat.ChatConfig(data_file=str(path), data_dir=str(tmp_path))
+        data = chat.load(config)
+        later = chat.load(chat.ChatConfig(), prepare=False, saved=data.state())
+        for loaded in (data, later):
+            assert loaded.tokenizer.decode(loaded.encode("Hi")) == want
+        prompt = data.examples("train", 1)[0]
+        assert data.tokenizer.decode(data.encode(prompt)) == prompt, "what is written already is left alone"

@@ -899,10 +899,16 @@ def test_folders_that_are_no_qwen3_are_one_line(tmp_path):
     fails(folder, "k_norm.weight is (6,)", "(4,)", head_dim=4)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-9.safetensors"}}))
     fails(folder, "holds no model-9.safetensors")
+    for text in ("{", "[1]", "{}", '{"weight_map": [1]}'):
+        (folder / "model.safetensors.index.json").write_text(text)
+        fails(folder, "model.safetensors.index.json", "not a readable index", "download it again")
     (folder / "model.safetensors.index.json").unlink()
     for change, words in ((dict(model_type="llama"), ["model_type", "'llama'", "qwen3"]),
                           (dict(attention_bias=True), ["attention_bias"]), (dict(hidden_size=None), ["hidden_size"]),
                           (dict(rope_theta=None), ["rope_theta"]), (dict(hidden_size=[32]), ["n_embd [32]"]),
+                          (dict(rope_scaling="linear"), ["rope_scaling is 'linear'", "config.json"]),
+                          (dict(mlp_only_layers=3), ["mlp_only_layers 3"]),
+                          (dict(num_hidden_layers=4.0), ["n_layer 4.0", "whole number"]),
                           (dict(rope_scaling={"rope_type": "yarn", "factor": 4.0}), ["yarn"])):
         (folder / "config.json").write_text(json.dumps(config | change))
         fails(folder, *words)

@@ -918,6 +918,7 @@ def test_rows_may_hold_several_texts_where_the_model_keeps_them_apart(nested, lm
     assert code == 0, err
     assert {line["tokens"] % 32 for line in log("out/dnd-arith") if "loss" in line} == {0}, "a mean of two parts"
     fails(nested("--pack_to", 8, "--max_steps", 1), "pack_to 8", "longest")
+    fails(nested("--pack_to", 4096, "--max_steps", 1), "--pack_to 4096, but --block_size is 128")
     fails(lm("--pack_to", 64, "--max_steps", 1), "--pack_to 64", "a huginn reads a row as one text", "dnd")
 
 
@@ -955,6 +956,21 @@ def test_without_a_qwen3_one_is_trained_first(run, monkeypatch, preset):
     assert saved["model_config"]["num_experts"] == base["model_config"]["num_experts"] == 8 * (preset == "nano-moe")
     assert saved["model_config"]["nested_first"] == 1 and "nested_first" not in base["model_config"]
     assert base["model_config"]["n_embd"] == saved["model_config"]["n_embd"] == 32
+
+
+def test_a_base_that_was_stopped_is_told(nested, run):
+    code, out, err = nested("--max_steps", 1)
+    assert code == 0 and "was stopped" not in out, err
+    saved = train.read_checkpoint("out/qwen3-arith/last.pt")
+    saved["config"]["max_steps"] = 100
+    torch.save(saved, "out/qwen3-arith/last.pt")
+    code, out, err = nested("--max_steps", 1)
+    assert code == 0 and "note: the run it goes on was stopped at step 3" in out, err
+    for name in ("best.pt", "last.pt"):
+        os.remove(f"out/dnd-arith/{name}")
+    resume = ["--model", "dnd", "--init_from", "resume", "--out_dir", "out/dnd-arith"]
+    fails(run(*resume, tiny=False), "was killed", "delete")
+    fails(run("--model", "dnd", "--init_from", "nowhere", tiny=False), "nowhere: no such file or folder")
 
 
 def test_a_large_base_is_not_trained_by_itself(run):
