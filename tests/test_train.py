@@ -433,7 +433,7 @@ def test_help_is_quick():
 
 def test_no_arguments_show_examples(capsys):
     assert train.main([]) == 0
-    assert capsys.readouterr().out.count("python train.py") == 7
+    assert capsys.readouterr().out.count("python train.py") == 8
 
 
 def test_dashes_are_underscores(run):
@@ -572,13 +572,14 @@ def test_a_language_model_tells_answers_by_family_and_shows_samples(lm):
     assert ends and {"test_exact_accuracy_1", "test_loss_1"} <= set(ends[0])
 
 
-@pytest.mark.parametrize("packed", [[], ["--pack_to", 64]])
-def test_parts_of_a_batch_weigh_by_their_labels(lm, monkeypatch, packed):
+@pytest.mark.parametrize("model", ["huginn", "qwen3"])
+def test_parts_of_a_batch_weigh_by_their_labels(run, monkeypatch, model):
     """Four parts (fewer, where a packed batch has fewer rows) give the gradient of the whole, not the mean of means."""
     monkeypatch.setattr(huginn.Huginn, "initial_state", lambda self, e: torch.zeros_like(e))
+    own = [*HUGINN, "--random_recurrence", "false"] if model == "huginn" else [*QWEN3, "--pack_to", 64]
     for parts in (1, 4):
-        flags = ["--grad_accum", parts, "--random_recurrence", "false", "--dtype", "float32", "--lr", "1e-2", *packed]
-        assert lm(*flags, "--max_steps", 2, "--grad_clip", -1, "--out_dir", f"{parts}")[0] == 0
+        flags = ["--grad_accum", parts, "--dtype", "float32", "--lr", "1e-2", "--grad_clip", -1]
+        assert run(*own, *flags, "--max_steps", 2, "--out_dir", f"{parts}", tiny=False)[0] == 0
     whole, parts = losses("1"), losses("4")
     assert whole[1] == pytest.approx(parts[1], rel=1e-6) and whole[2] == pytest.approx(parts[2], rel=1e-4)
     first = [{n: s["exp_avg"] for n, s in train.read_checkpoint(f"{k}/last.pt")["optimizers"][0]["state"].items()}
@@ -708,21 +709,24 @@ def test_a_hugging_face_folder_is_sampled_and_tuned_with_its_tokenizer(run, tmp_
     fails(run(*flags, "--sample", "Hello", tiny=False), "tokenizer.json")
 
 
-@pytest.mark.parametrize("flags", [[], ["--pack_to", 64, "--grad_accum", 4]])
-def test_chats_are_trained_on_resumed_and_sampled(run, tmp_path, flags):
+@pytest.mark.parametrize("model,flags", [("huginn", []), ("qwen3", ["--pack_to", 64, "--grad_accum", 4])])
+def test_chats_are_trained_on_resumed_and_sampled(run, tmp_path, model, flags):
     """Evaluation is by loss; a packed batch of few rows has fewer parts than grad_accum."""
     rows = [{"prompt": f"{n}+1=", "response": str(n + 1)} for n in range(60)]
     rows += [{"messages": [{"role": "user", "content": f"{n}"}, {"role": "assistant", "content": "yes"}]}
              for n in range(60)]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    command = [word if word != "text" else "chat" for word in TEXT] + ["--data_file", "chats.jsonl", *flags]
+    command = (TEXT if model == "huginn" else QWEN3) + ["--data", "chat", "--data_file", "chats.jsonl", *flags]
+    for name in ("--num_train", "--num_val", "--num_test", "--digits"):  # of arithmetic
+        if name in command:
+            del command[command.index(name):command.index(name) + 2]
     code, out, err = run(*command, "--max_steps", 6, "--out_dir", "a", tiny=False)
     assert code == 0 and "val loss" in out and "exact_accuracy" not in out and "120 lines, written plainly" in out, err
     assert run(*command, "--max_steps", 3, "--out_dir", "b", tiny=False)[0] == 0
-    assert run("--model", "huginn", "--init_from", "resume", "--out_dir", "b", "--max_steps", 6, tiny=False)[0] == 0
+    assert run("--model", model, "--init_from", "resume", "--out_dir", "b", "--max_steps", 6, tiny=False)[0] == 0
     same(train.read_checkpoint("a/last.pt"), train.read_checkpoint("b/last.pt"))
     os.remove("chats.jsonl")
-    code, out, err = run("--model", "huginn", "--init_from", "a", "--sample", "5+1=", tiny=False)
+    code, out, err = run("--model", model, "--init_from", "a", "--sample", "5+1=", tiny=False)
     assert code == 0 and "5+1=" in out, err
 
 
