@@ -543,19 +543,24 @@ class HRM(nn.Module):
 
         Returns depth -> name -> (N,) float tensor on the CPU, a value per puzzle in order: exact_accuracy (is the
         whole puzzle right), accuracy (share of right cells), segments used. act_eval: stop each row by its Q values.
-        grade is not needed: labels are unique.
+        grade: of puzzles with other right answers than the label, (inputs, labels, answers (B, T) on the CPU) -> more
+        scores by name, (B,) each, told before the segments.
         """
         depths = sorted(depths or [self.config.halt_max_steps])
-        scores = {depth: {"exact_accuracy": [], "accuracy": [], "segments": []} for depth in depths}
+        scores = {depth: {} for depth in depths}
         for batch in batches:
             ids = batch.get("puzzle_identifiers")
             _, segments, answers, _ = self.solve(batch["inputs"], depths[-1], act_eval, True, puzzle_identifiers=ids)
             labelled = batch["labels"] != IGNORE
             for depth, named in scores.items():
-                right = (answers[min(depth, len(answers)) - 1] == batch["labels"]) & labelled  # (B, T)
-                named["exact_accuracy"].append((right == labelled).all(dim=1).float().cpu())
-                named["accuracy"].append((right.sum(dim=1) / labelled.sum(dim=1).clamp(min=1)).cpu())
-                named["segments"].append(segments.clamp(max=depth).float().cpu())
+                answer = answers[min(depth, len(answers)) - 1]
+                right = (answer == batch["labels"]) & labelled  # (B, T)
+                more = grade(*(t.cpu() for t in (batch["inputs"], batch["labels"], answer))) if grade else {}
+                values = {"exact_accuracy": (right == labelled).all(dim=1).float(),
+                          "accuracy": right.sum(dim=1) / labelled.sum(dim=1).clamp(min=1), **more,
+                          "segments": segments.clamp(max=depth).float()}
+                for name, value in values.items():
+                    named.setdefault(name, []).append(value.cpu())
         return {depth: {name: torch.cat(parts) for name, parts in named.items()} for depth, named in scores.items()}
 
     # ---- checkpoints
