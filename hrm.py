@@ -127,7 +127,11 @@ def apply_rotary(x, rotary):
 
 
 def grid_relations(config, prefix_len):
-    """How two cells relate: 1 if in the same row + 2 same column + 4 same box. (P+T, P+T) int64 in 0..7."""
+    """How two cells relate: 1 if in the same row + 2 same column + 4 same box. (P+T, P+T) int64 in 0..7.
+
+    In a grid without boxes, as of a maze, 4 to 7 say instead that the second is next to the first: below it, left of
+    it, right of it, above it.
+    """
     side = math.isqrt(config.seq_len)
     if side * side != config.seq_len:
         raise ValueError(f"pos_encodings grid with seq_len {config.seq_len}: the grid must be square; choose rope")
@@ -136,6 +140,8 @@ def grid_relations(config, prefix_len):
     if config.box_rows:
         units.append(row // config.box_rows * side + col // config.box_cols)
     related = sum(2**i * (unit[:, None] == unit).long() for i, unit in enumerate(units))  # (T, T)
+    for i, (down, right) in enumerate([] if config.box_rows else [(1, 0), (0, -1), (0, 1), (-1, 0)]):
+        related[(row - row[:, None] == down) & (col - col[:, None] == right)] = 4 + i
     return F.pad(related, (prefix_len, 0, prefix_len, 0))  # the prefix shares nothing with any cell
 
 

@@ -145,12 +145,11 @@ MODELS = {"hrm": (hrm.HRM, hrm.HRMConfig, hrm.PRESETS, hrm.SolveConfig),
           "dnd": (dnd.DND, dnd.DNDConfig, dnd.PRESETS, dnd.GenerateConfig)}
 MINUTES = {"huginn": "ten to fifteen minutes", "qwen3": "five to ten minutes"}
 BASES = {"modr": "huginn", "dnd": "qwen3"}  # the trained model that it goes on
-DATA = {"sudoku": (sudoku.SudokuConfig, sudoku.load), "maze": (maze.MazeConfig, maze.load),
-        "arith": (arith.ArithConfig, arith.load),
+DATA = {"sudoku": (sudoku.SudokuConfig, sudoku.load), "arith": (arith.ArithConfig, arith.load),
         "text": (text.TextConfig, text.load), "math": (math_sets.MathConfig, math_sets.load),
-        "chat": (chat.ChatConfig, chat.load)}
+        "chat": (chat.ChatConfig, chat.load), "maze": (maze.MazeConfig, maze.load)}
 TEXTS = ("arith", "text", "math", "chat")
-USES = {"hrm": ("sudoku", "maze")} | dict.fromkeys(("huginn", "modr", "qwen3", "dnd"), TEXTS)  # the first is the default
+USES = {"hrm": ("sudoku", "maze")} | dict.fromkeys(("huginn", "modr", "qwen3", "dnd"), TEXTS)  # the default first
 ON_CUDA = {"hrm": "paper", "huginn": "small"}  # that trains on a 24 GB card; other models and on a CPU the first preset
 
 # What a preset sets beside the model: fields of TrainConfig and of the data's config.
@@ -173,7 +172,7 @@ RECIPES = {
                             grad_clip=1.0, eval_batch_size=4, checkpoint_core=True, depths="1,4,8,16,32"),
 }
 DATA_RECIPES = {  # what is different on other data than the model's first
-    ("hrm", "nano", "maze"): dict(pos_encodings="learned"),
+    ("hrm", "nano", "maze"): dict(),
     ("hrm", "paper", "maze"): dict(size=30, source="hard-1k", lr=1e-4, batch_size=768, max_steps=26000),
 }
 NANO = dict(time_limit=15, grad_clip=1.0, ema=0.99, eval_batch_size=400)
@@ -408,8 +407,7 @@ def check_fit(model_config, data, path):
         fewer = name == "vocab_size" and data.tokenizer and theirs <= ours
         if ours and theirs is not None and ours != theirs and not fewer:  # no boxes: published weights know of none
             raise UserError(f"{path} was trained with {name} {ours}, but this data has {theirs}; choose the data "
-                            "it was trained on (for Sudoku see --box, for mazes --size, for text "
-                            "--tokenizer)")
+                            "it was trained on (see --box for Sudoku, --size for mazes, --tokenizer for text)")
 
 
 def check_longest(model_config, data):

@@ -170,8 +170,9 @@ def validate(config):
     styles = [style.strip() for style in config.styles.split(",")]
     for style in styles:
         if style not in STYLES or styles.count(style) > 1:
-            raise ValueError(f"styles {config.styles!r}: {style!r} is {'named twice' if style in STYLES else 'unknown'}; "
-                             f"give one or more of {', '.join(STYLES)}, separated by commas")
+            what = "named twice" if style in STYLES else "unknown"
+            raise ValueError(f"styles {config.styles!r}: {style!r} is {what}; give one or more of {', '.join(STYLES)}, "
+                             "separated by commas")
     least = {"num_train": 1 if generated else -1, "num_val": 0, "data_seed": 0,
              "num_test": 0 if generated or config.data_file else -1}
     for name, smallest in least.items():

@@ -78,7 +78,7 @@ def rule_path(free, start, goal):
         moves[(layer & start_bits).any(axis=1)] = distance
         if (moves >= 0).all():
             break
-    layers, rows = np.array(layers).reshape(-1, N, n), np.arange(N)  # (D, N, n): cells by how far the goal is
+    layers, rows = np.array(layers).reshape(len(layers), N, n), np.arange(N)  # (D, N, n): cells by moves to go
     place, path = np.stack([start // n, start % n], axis=1), np.zeros((N, n, n), bool)
     path[rows, place[:, 0], place[:, 1]] = moves >= 0
     for to_go in moves - 1 - np.arange(moves.max(initial=0))[:, None]:  # (N,) after each move
