@@ -48,7 +48,7 @@ class HRMConfig:
     vocab_size: int = 11  # number of tokens; 0 is padding, the data names the others
     seq_len: int = 81  # cells per puzzle
     num_puzzle_identifiers: int = 1  # rows of the puzzle embedding
-    box_rows: int = 0  # rows of a Sudoku box, for grid positions; 0 = a grid without boxes
+    box_rows: int = 0  # rows of a Sudoku box, for grid positions; 0 = a grid without boxes, whose neighbours count
     box_cols: int = 0  # columns of a Sudoku box, for grid positions
     # size
     n_embd: int = 512  # width C
@@ -56,7 +56,7 @@ class HRMConfig:
     H_layers: int = 4  # blocks of the slow module
     L_layers: int = 4  # blocks of the fast module
     expansion: float = 4.0  # SwiGLU width: 2/3 of this times n_embd, rounded up to a multiple of 256
-    pos_encodings: Literal["rope", "learned", "grid"] = "rope"  # grid = attention bias for same row, column, box
+    pos_encodings: Literal["rope", "learned", "grid"] = "rope"  # grid = bias for same row, column, box, or neighbours
     puzzle_emb_ndim: int = 512  # size of a puzzle's own vector, put before its cells; 0 = no prefix
     # recurrence
     H_cycles: int = 2  # H updates per segment (paper N)

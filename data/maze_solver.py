@@ -301,7 +301,7 @@ def generate(number, n, min_path, styles, seed, avoid=()):
             idle = 0 if new else idle + len(free)
             if idle >= PATIENCE:
                 raise ValueError(f"{n}x{n} mazes in style {style}: {idle:,} in a row had no shortest path of more than "
-                                 f"{min_path} moves, or were not new; lower --min_path, or leave {style} out of "
-                                 "--styles")
+                                 f"{min_path} moves, or were not new; lower --min_path or --num_train, or leave "
+                                 f"{style} out of --styles")
     order = np.random.default_rng([seed, 3]).permutation(number)
     return tuple(np.concatenate(parts)[order] for parts in zip(*made))
