@@ -155,6 +155,9 @@ class Attention(nn.Module):
         self.o_proj = linear(config.n_embd, config.n_embd)
         grid = config.pos_encodings == "grid"
         self.grid_bias = nn.Parameter(0.35 * torch.randn(config.n_head, 8)) if grid else None
+        if grid and not config.box_rows:  # few heads would hardly draw all four neighbours, and mazes need each
+            heads = torch.arange(config.n_head)
+            self.grid_bias.data[heads, 4 + heads % 4] = 0.7
 
     def forward(self, x, pos):
         """x (B, T, C); pos: rotary table (2, T, 1, 1, hd), grid relations (T, T) or None -> (B, T, C)."""

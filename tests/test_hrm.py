@@ -379,6 +379,15 @@ def test_grid_positions_refuse_what_is_no_square():
     assert "15" in one_line(error) and "rope" in one_line(error)
 
 
+def test_without_boxes_heads_begin_with_the_four_neighbours():
+    model = small(pos_encodings="grid", seq_len=9, n_embd=32, n_head=4)
+    attention, relation = model.L_level.layers[0].self_attn, model.positions[-9:, -9:]
+    middle = [(relation[4] == 4 + i).nonzero().flatten().tolist() for i in range(4)]
+    assert middle == [[7], [3], [5], [1]], "below, left, right, above"
+    assert (relation[0] == torch.tensor([3, 6, 1, 4, 0, 0, 2, 0, 0])).all(), "a corner has two"
+    assert (attention.grid_bias.diagonal(4) == attention.grid_bias[0, 4]).all()
+
+
 def test_grid_logits_move_with_rows_bands_columns_and_stacks():
     """A symmetry of the board permutes the logits; rope has no such symmetry."""
     cell = torch.arange(36).view(6, 6)
