@@ -48,7 +48,7 @@ class HRMConfig:
     vocab_size: int = 11  # number of tokens; 0 is padding, the data names the others
     seq_len: int = 81  # cells per puzzle
     num_puzzle_identifiers: int = 1  # rows of the puzzle embedding
-    box_rows: int = 0  # rows of a Sudoku box, for grid positions; 0 = a grid without boxes
+    box_rows: int = 0  # rows of a Sudoku box, for grid positions; 0 = a grid without boxes, whose neighbours count
     box_cols: int = 0  # columns of a Sudoku box, for grid positions
     # size
     n_embd: int = 512  # width C
@@ -56,7 +56,7 @@ class HRMConfig:
     H_layers: int = 4  # blocks of the slow module
     L_layers: int = 4  # blocks of the fast module
     expansion: float = 4.0  # SwiGLU width: 2/3 of this times n_embd, rounded up to a multiple of 256
-    pos_encodings: Literal["rope", "learned", "grid"] = "rope"  # grid = attention bias for same row, column, box
+    pos_encodings: Literal["rope", "learned", "grid"] = "rope"  # grid = bias for same row, column, box, or neighbours
     puzzle_emb_ndim: int = 512  # size of a puzzle's own vector, put before its cells; 0 = no prefix
     # recurrence
     H_cycles: int = 2  # H updates per segment (paper N)
@@ -127,7 +127,11 @@ def apply_rotary(x, rotary):
 
 
 def grid_relations(config, prefix_len):
-    """How two cells relate: 1 if in the same row + 2 same column + 4 same box. (P+T, P+T) int64 in 0..7."""
+    """How two cells relate: 1 if in the same row + 2 same column + 4 same box. (P+T, P+T) int64 in 0..7.
+
+    In a grid without boxes, as of a maze, 4 to 7 say instead that the second is next to the first: below it, left of
+    it, right of it, above it.
+    """
     side = math.isqrt(config.seq_len)
     if side * side != config.seq_len:
         raise ValueError(f"pos_encodings grid with seq_len {config.seq_len}: the grid must be square; choose rope")
@@ -136,6 +140,8 @@ def grid_relations(config, prefix_len):
     if config.box_rows:
         units.append(row // config.box_rows * side + col // config.box_cols)
     related = sum(2**i * (unit[:, None] == unit).long() for i, unit in enumerate(units))  # (T, T)
+    for i, (down, right) in enumerate([] if config.box_rows else [(1, 0), (0, -1), (0, 1), (-1, 0)]):
+        related[(row - row[:, None] == down) & (col - col[:, None] == right)] = 4 + i
     return F.pad(related, (prefix_len, 0, prefix_len, 0))  # the prefix shares nothing with any cell
 
 
@@ -149,6 +155,9 @@ class Attention(nn.Module):
         self.o_proj = linear(config.n_embd, config.n_embd)
         grid = config.pos_encodings == "grid"
         self.grid_bias = nn.Parameter(0.35 * torch.randn(config.n_head, 8)) if grid else None
+        if grid and not config.box_rows:  # few heads would hardly draw all four neighbours, and mazes need each
+            heads = torch.arange(config.n_head)
+            self.grid_bias.data[heads, 4 + heads % 4] = 0.7
 
     def forward(self, x, pos):
         """x (B, T, C); pos: rotary table (2, T, 1, 1, hd), grid relations (T, T) or None -> (B, T, C)."""
@@ -543,19 +552,24 @@ class HRM(nn.Module):
 
         Returns depth -> name -> (N,) float tensor on the CPU, a value per puzzle in order: exact_accuracy (is the
         whole puzzle right), accuracy (share of right cells), segments used. act_eval: stop each row by its Q values.
-        grade is not needed: labels are unique.
+        grade: of puzzles with other right answers than the label, (inputs, labels, answers (B, T) on the CPU) -> more
+        scores by name, (B,) each, told before the segments.
         """
         depths = sorted(depths or [self.config.halt_max_steps])
-        scores = {depth: {"exact_accuracy": [], "accuracy": [], "segments": []} for depth in depths}
+        scores = {depth: {} for depth in depths}
         for batch in batches:
             ids = batch.get("puzzle_identifiers")
             _, segments, answers, _ = self.solve(batch["inputs"], depths[-1], act_eval, True, puzzle_identifiers=ids)
             labelled = batch["labels"] != IGNORE
             for depth, named in scores.items():
-                right = (answers[min(depth, len(answers)) - 1] == batch["labels"]) & labelled  # (B, T)
-                named["exact_accuracy"].append((right == labelled).all(dim=1).float().cpu())
-                named["accuracy"].append((right.sum(dim=1) / labelled.sum(dim=1).clamp(min=1)).cpu())
-                named["segments"].append(segments.clamp(max=depth).float().cpu())
+                answer = answers[min(depth, len(answers)) - 1]
+                right = (answer == batch["labels"]) & labelled  # (B, T)
+                more = grade(*(t.cpu() for t in (batch["inputs"], batch["labels"], answer))) if grade else {}
+                values = {"exact_accuracy": (right == labelled).all(dim=1).float(),
+                          "accuracy": right.sum(dim=1) / labelled.sum(dim=1).clamp(min=1), **more,
+                          "segments": segments.clamp(max=depth).float()}
+                for name, value in values.items():
+                    named.setdefault(name, []).append(value.cpu())
         return {depth: {name: torch.cat(parts) for name, parts in named.items()} for depth, named in scores.items()}
 
     # ---- checkpoints

@@ -6,6 +6,7 @@
     python train.py --model hrm --data sudoku --init_from resume       go on where the newest run stopped
     python train.py --model hrm --data sudoku --eval_only              score the newest run on its test split
     python train.py --model hrm --data sudoku --solve 'PUZZLE or FILE' solve puzzles with the newest run
+    python train.py --model hrm --data maze                            a small HRM on mazes, minutes on a laptop
     python train.py --model huginn --data arith                        a small Huginn on arithmetic, minutes on a laptop
     python train.py --model huginn --data text --data_file FILE        the same on any text
     python train.py --model huginn --data chat --data_file FILE        the same on prompts with answers, or chats
@@ -75,7 +76,7 @@ import dnd
 import hrm
 import huginn
 import modr
-from data import arith, chat, selection, sudoku, text
+from data import arith, chat, maze, selection, sudoku, text
 from data import math as math_sets
 from data.common import atomic_write
 from data.show import means, print_scores, print_table, show_thinking, write_text
@@ -86,7 +87,7 @@ from data.tokenizer import chat_template, huggingface_tokenizer
 class TrainConfig:
     # what to run
     model: Literal["hrm", "huginn", "modr", "qwen3", "dnd"] = "hrm"  # the method
-    data: Literal["", "sudoku", "arith", "text", "math", "chat"] = ""  # the task; empty = the model's first
+    data: Literal["", "sudoku", "maze", "arith", "text", "math", "chat"] = ""  # the task; empty = the model's first
     preset: str = ""  # named sizes and recipe of the model; empty = the one for this device
     init_from: str = "scratch"  # scratch, resume (go on with a run), or a run or published checkpoint to start from
     out_dir: str = ""  # folder of the run; empty = out/MODEL-DATA, numbered if that is taken
@@ -146,9 +147,9 @@ MINUTES = {"huginn": "ten to fifteen minutes", "qwen3": "five to ten minutes"}
 BASES = {"modr": "huginn", "dnd": "qwen3"}  # the trained model that it goes on
 DATA = {"sudoku": (sudoku.SudokuConfig, sudoku.load), "arith": (arith.ArithConfig, arith.load),
         "text": (text.TextConfig, text.load), "math": (math_sets.MathConfig, math_sets.load),
-        "chat": (chat.ChatConfig, chat.load)}
+        "chat": (chat.ChatConfig, chat.load), "maze": (maze.MazeConfig, maze.load)}
 TEXTS = ("arith", "text", "math", "chat")
-USES = {"hrm": ("sudoku",)} | dict.fromkeys(("huginn", "modr", "qwen3", "dnd"), TEXTS)  # the first is the default
+USES = {"hrm": ("sudoku", "maze")} | dict.fromkeys(("huginn", "modr", "qwen3", "dnd"), TEXTS)  # the default first
 ON_CUDA = {"hrm": "paper", "huginn": "small"}  # that trains on a 24 GB card; other models and on a CPU the first preset
 
 # What a preset sets beside the model: fields of TrainConfig and of the data's config.
@@ -169,6 +170,10 @@ RECIPES = {
                             grad_clip=1.0, eval_batch_size=16, depths="1,4,8,16,32"),
     ("modr", "paper"): dict(lr=1e-4, weight_decay=0.0, max_steps=1500, decay_steps=1500, batch_size=64, grad_accum=16,
                             grad_clip=1.0, eval_batch_size=4, checkpoint_core=True, depths="1,4,8,16,32"),
+}
+DATA_RECIPES = {  # what is different on other data than the model's first
+    ("hrm", "paper", "maze"): dict(size=30, source="hard-1k", augment=False, lr=1e-4, batch_size=768, grad_accum=16,
+                                   max_steps=26000),
 }
 NANO = dict(time_limit=15, grad_clip=1.0, ema=0.99, eval_batch_size=400)
 for size in dnd.PRESETS:
@@ -267,7 +272,7 @@ def parse(argv):
         preset = nearest_preset(path, known.model) if published else preset or list(presets)[0]
     if preset not in presets:
         raise UserError(f"--preset {preset}: {known.model} has {', '.join(presets)}; choose one of these")
-    recipe = RECIPES.get((known.model, preset), {})
+    recipe = RECIPES.get((known.model, preset), {}) | DATA_RECIPES.get((known.model, preset, known.data), {})
     defaults = asdict(presets[preset]) | recipe
     defaults |= {"preset": preset, "model": known.model, "data": known.data}
     if path and os.path.isdir(path):  # published weights of this size are tuned, not trained as they were
@@ -419,7 +424,7 @@ def check_fit(model_config, data, path):
                             "whose parts belong together")
         if ours and theirs is not None and ours != theirs and not fewer:  # no boxes: published weights know of none
             raise UserError(f"{path} was trained with {name} {ours}, but this data has {theirs}; choose the data "
-                            "it was trained on (for Sudoku see --box, for text --tokenizer)")
+                            "it was trained on (see --box for Sudoku, --size for mazes, --tokenizer for text)")
 
 
 def check_rows(c, model, data):

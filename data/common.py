@@ -69,34 +69,36 @@ def download(url, path, check=None, hint="check the network and try again"):
     return path
 
 
-def read_lines(path):
+def read_lines(path, raw=False):
     """List of (line number from 1, text) of the lines of a UTF-8 file (.gz too) that are neither blank nor comments.
 
-    A byte-order mark and any kind of line end are accepted; a comment begins with #. ValueError, one line, if the file
-    cannot be read.
+    A byte-order mark and any kind of line end are accepted; a comment begins with #. raw: a line is all that stands
+    before its end, blanks and # too, and only empty ones are left out. ValueError, one line, if the file cannot be
+    read.
     """
     opener = gzip.open if str(path).endswith(".gz") else open
     try:
         with opener(path, "rt", encoding="utf-8-sig") as file:  # "t" turns \r\n and \r into \n, "-sig" drops the mark
-            lines = [(number, line.strip()) for number, line in enumerate(file, 1)]
+            lines = [(number, line.rstrip("\n") if raw else line.strip()) for number, line in enumerate(file, 1)]
     except FileNotFoundError:
         raise ValueError(f"no such file: {path}") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"cannot read {path}: {error}") from None
-    return [(number, line) for number, line in lines if line and not line.startswith("#")]
+    return [(number, line) for number, line in lines if line and (raw or not line.startswith("#"))]
 
 
 PUZZLE_COLUMNS, ANSWER_COLUMNS = ("puzzle", "question", "quizzes"), ("solution", "answer", "solutions")
 Row = namedtuple("Row", "line puzzle answer source")  # answer and source are "" where the file has none
 
 
-def parse_table(lines, path):
+def parse_table(lines, path, raw=False):
     """(line number, text) pairs of a CSV with a header line, or of bare puzzles -> list of Row.
 
     Columns may be named as in the published sets (question, answer, source) or plainly (puzzle, solution, source);
-    others are ignored. ValueError, one line, for a header that names no puzzle column.
+    others are ignored. raw: blanks around a field belong to it. ValueError, one line, for a header that names no
+    puzzle column.
     """
     header = [name.strip().lower() for name in lines[0][1].split(",")] if lines else []
     column = {kind: next((header.index(name) for name in names if name in header), None) for kind, names in
@@ -108,7 +110,8 @@ def parse_table(lines, path):
         return [Row(number, text, "", "") for number, text in lines]
 
     def field(fields, kind):
-        return fields[column[kind]].strip() if column[kind] is not None and column[kind] < len(fields) else ""
+        text = fields[column[kind]] if column[kind] is not None and column[kind] < len(fields) else ""
+        return text if raw else text.strip()
 
     table = []
     for number, text in lines[1:]:  # each line by itself, or an unbalanced quote would swallow the rows after it
@@ -118,6 +121,14 @@ def parse_table(lines, path):
             raise ValueError(f"{path}: line {number}: {error}; give one puzzle per line") from None
         table.append(Row(number, *(field(fields, kind) for kind in column)))
     return table
+
+
+def check_published(path):
+    """ValueError unless a downloaded file begins like the published CSVs: a log-in page would be saved as well."""
+    with open(path, encoding="utf-8") as file:
+        header = file.readline().strip()
+    if header != "source,question,answer,rating":
+        raise ValueError(f"the file begins with {header[:40]!r}, not with the expected header")
 
 
 def report_bad_rows(reasons, rows, path, bad_rows, kind="puzzle", most=20):

@@ -21,8 +21,8 @@ from typing import Literal, Optional
 
 import numpy as np
 
-from data.common import (atomic_write, by_source, content_hash, download, epoch_rows, file_hash, parse_table,
-                         read_lines, report_bad_rows)
+from data.common import (atomic_write, by_source, check_published, content_hash, download, epoch_rows, file_hash,
+                         parse_table, read_lines, report_bad_rows)
 from data.sudoku_solver import augment, first_equal, generate, geometry, rate, solve
 
 FORMAT = 2  # part of the cache key: raise it when the prepared files change
@@ -142,18 +142,10 @@ def read_puzzles(path, box, bad_rows="error"):
     return check_rows(parse_table(read_lines(path), path), box, path, bad_rows)
 
 
-def _check_published(path):
-    """ValueError unless a downloaded file begins like the published CSV: a log-in page would be saved as well."""
-    with open(path, encoding="utf-8") as file:
-        header = file.readline().strip()
-    if header != "source,question,answer,rating":
-        raise ValueError(f"the file begins with {header[:40]!r}, not with the expected header")
-
-
 def published(name, number, box, config, rng):
     """`number` random rows (-1 = all) of the published train.csv or test.csv, checked, as a Split in random order."""
     path = os.path.join(config.data_dir, f"sudoku-extreme-{name}.csv")
-    download(f"{PUBLISHED}{name}.csv", path, _check_published,
+    download(f"{PUBLISHED}{name}.csv", path, check_published,
              hint="fetch it elsewhere and name it with --data_file (and --test_file), or use --source generate")
     lines = read_lines(path)
     order = 1 + rng.permutation(len(lines) - 1)[:number if number >= 0 else None]

@@ -236,7 +236,10 @@ def slow_rotate(x):
 
 
 def slow_bias(table, c, prefix):
-    """(n, n) score bias of one head from its 8 numbers: same row 1, same column 2, same box 4; none with the prefix."""
+    """(n, n) score bias of one head from its 8 numbers: same row 1, same column 2, same box 4; none with the prefix.
+
+    Without boxes, a cell next to the first: below 4, left 5, right 6, above 7.
+    """
     side, n, entries = int(c.seq_len**0.5), prefix + c.seq_len, []
     for i in range(-prefix, c.seq_len):
         for j in range(-prefix, c.seq_len):
@@ -244,6 +247,8 @@ def slow_bias(table, c, prefix):
             relation = (row == row_2) + 2 * (col == col_2)
             if c.box_rows and row // c.box_rows == row_2 // c.box_rows and col // c.box_cols == col_2 // c.box_cols:
                 relation += 4
+            if not c.box_rows and abs(row - row_2) + abs(col - col_2) == 1:
+                relation = 4 if row_2 > row else 5 if col_2 < col else 6 if col_2 > col else 7
             entries.append(16 * table[relation if min(i, j) >= 0 else 0])
     return torch.stack(entries).view(n, n)
 
@@ -372,6 +377,15 @@ def test_grid_positions_refuse_what_is_no_square():
     with pytest.raises(ValueError) as error:
         small(pos_encodings="grid", seq_len=15)
     assert "15" in one_line(error) and "rope" in one_line(error)
+
+
+def test_without_boxes_heads_begin_with_the_four_neighbours():
+    model = small(pos_encodings="grid", seq_len=9, n_embd=32, n_head=4)
+    attention, relation = model.L_level.layers[0].self_attn, model.positions[-9:, -9:]
+    middle = [(relation[4] == 4 + i).nonzero().flatten().tolist() for i in range(4)]
+    assert middle == [[7], [3], [5], [1]], "below, left, right, above"
+    assert (relation[0] == torch.tensor([3, 6, 1, 4, 0, 0, 2, 0, 0])).all(), "a corner has two"
+    assert (attention.grid_bias.diagonal(4) == attention.grid_bias[0, 4]).all()
 
 
 def test_grid_logits_move_with_rows_bands_columns_and_stacks():

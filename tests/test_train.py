@@ -445,6 +445,10 @@ def test_every_preset_has_a_recipe_of_known_fields():
         configs = [train.TrainConfig, train.MODELS[model][1], *(train.DATA[name][0] for name in train.USES[model])]
         fields = set().union(*(config.__dataclass_fields__ for config in configs))
         assert preset in train.MODELS[model][2] and recipe.keys() <= fields
+    for (model, preset, data), recipe in train.DATA_RECIPES.items():
+        configs = [train.TrainConfig, train.MODELS[model][1], train.DATA[data][0]]
+        assert (model, preset) in train.RECIPES and data in train.USES[model]
+        assert recipe.keys() <= set().union(*(config.__dataclass_fields__ for config in configs))
     presets = {model: names for model, (_, _, names, _) in train.MODELS.items()}
     assert {(model, preset) for model, names in presets.items() for preset in names} == set(train.RECIPES)
     assert all(name in presets[model] for model, name in train.ON_CUDA.items())
@@ -1090,6 +1094,26 @@ def test_results_are_told_by_source(run, tmp_path):
     (tmp_path / "mine.csv").write_text("puzzle,solution,source\n" + "\n".join(rows) + "\n", encoding="utf-8")
     code, out, _ = run("--eval_only", "--init_from", "a", "--test_file", "mine.csv", tiny=False)
     assert code == 0 and out.count("easy (1) ") == out.count("harder (1) ") == 2, "both accuracies at every depth"
+
+
+def test_mazes_are_trained_on_scored_and_solved(run, tmp_path):
+    tiny = [*TINY[:2], "--data", "maze", *TINY[10:], "--size", 6]
+    code, out, err = run(*tiny, "--max_steps", 4, tiny=False)
+    assert code == 0 and "maze: generated in style scatter,corridors" in out and "run folder out/hrm-maze" in out, err
+    code, out, _ = run("--eval_only", "--data", "maze", tiny=False)
+    assert code == 0 and re.search(r"depth +exact_accuracy +accuracy +shortest_path +segments\n", out)
+    assert "shortest_path at depth" in out and "rooms (4) " in out, "told by style"
+    lines = ["S...#.", ".##...", "....#.", ".#..#.", ".#.##.", "...#.G"]
+    code, out, _ = run("--solve", "\n".join(lines), "--data", "maze", tiny=False)
+    assert code == 0 and "|S   # |" in out and re.search("^(not )?solved: ", out, re.MULTILINE) and "note:" not in out
+    lines[5] = "...##G"
+    (tmp_path / "two.txt").write_text("\n".join([*lines[:4], ".#.###", lines[5]] * 2), encoding="utf-8")
+    assert run("--solve", "two.txt", "--data", "maze", tiny=False)[1].count("halting confidence") == 2
+    fails(run("--solve", "S" * 36, "--data", "maze", tiny=False), "36 S")
+    fails(run("--eval_only", "--data", "maze", "--size", 7, tiny=False), "seq_len", "--size")
+    fails(run("--eval_only", "--data", "maze", "--test_file", "two.txt", "--styles", "cave", tiny=False), "cave")
+    code, out, _ = run(*tiny, "--max_steps", 6, "--init_from", "resume", tiny=False)
+    assert code == 0 and "going on at step 4" in out
 
 
 def test_a_finished_run_is_not_run_again(run):
