@@ -38,8 +38,8 @@ from typing import Literal
 
 import numpy as np
 
-from data.arc_grid import (CELLS, MOST, PAD, SIDE, VOCAB, augmentations, color_order, decode, draw, encode, transform,
-                           transformations)
+from data.arc_grid import (CELLS, MOST, PAD, SIDE, VOCAB, augmentations, color_order, decode, draw, encode, to_grid,
+                           transform, transformations)
 from data.common import by_source, content_hash, download
 
 IGNORE = -100  # the label of a cell that is not scored
@@ -86,19 +86,6 @@ class Task:
     @property
     def pairs(self):
         return self.train + self.test
-
-
-def to_grid(rows, where):
-    """A list of rows -> (h, w) uint8. ValueError, one line, if it is no grid; `where` names it."""
-    try:
-        grid = np.array(rows)
-    except (ValueError, TypeError, OverflowError):  # ragged, or no numbers at all
-        grid = np.zeros(0)
-    if grid.ndim != 2 or grid.dtype.kind != "i" or not 1 <= min(grid.shape) <= max(grid.shape) <= SIDE:
-        raise ValueError(f"{where} is not a grid; give 1 to {SIDE} rows of equal length, of 1 to {SIDE} whole numbers")
-    if grid.min() < 0 or grid.max() > 9:
-        raise ValueError(f"{where} holds {grid.min() if grid.min() < 0 else grid.max()}; colours are 0 to 9")
-    return grid.astype(np.uint8)
 
 
 def to_pairs(task, kind, where, answers=True):
@@ -357,7 +344,12 @@ class ArcData:
             facts = [f"{len(found.ids):,} ids in common, {len(found.equal):,} of them with the same pairs"]
             facts = facts * bool(found.ids) + [f"{b} shares a pair with {a}" for a, b in found.sharing]
             lines.append(f"overlap of {found.second} with {found.first}: {'; '.join(facts)}")
-        return lines + self.notes + [f"sha256 of all pairs {content_hash([*map(pair_key, self.pairs)])[:12]}"]
+        return lines + self.notes + [f"sha256 of all pairs {self.hash[:12]}"]
+
+    @functools.cached_property
+    def hash(self):
+        """Hex sha256 of all pairs."""
+        return content_hash([*map(pair_key, self.pairs)])
 
     # ---- batches
 

@@ -14,6 +14,8 @@ grid and in the column right of it, as long as it is, where the board has room f
 A transformation is one of the 8 symmetries of the square and a permutation of the colours that keeps 0 (black). Two
 permutations that differ only in colours that a task does not have are the same to it. So with m colours besides black
 a task has 8 * 9! / (9 - m)! transformations, numbered from 0 (the identity); numbers are drawn without repeats.
+Two of them can still show the same grids where a task looks like itself turned or recoloured: so do 2% of the numbers
+of ARC-1 and ConceptARC, in 70 of 960 tasks. They have an id each; to find them would take a minute at every start.
 """
 import math
 import zlib
@@ -26,6 +28,19 @@ VOCAB = FIRST + 10
 TINTS = (16, 27, 160, 34, 220, 245, 201, 208, 117, 88)  # of a terminal with 256, for colours 0 to 9
 DARK = (0, 1, 2, 6, 9)  # colours that white digits can be read on
 MOST = 10_000  # augmentations of a task; far fewer than a task of five colours has, which is where drawing changes
+
+
+def to_grid(rows, where):
+    """A list of rows -> (h, w) uint8. ValueError, one line, if it is no grid; `where` names it."""
+    try:
+        grid = np.array(rows)
+    except (ValueError, TypeError, OverflowError):  # ragged, or no numbers at all
+        grid = np.zeros(0)
+    if grid.ndim != 2 or grid.dtype.kind != "i" or not 1 <= min(grid.shape) <= max(grid.shape) <= SIDE:
+        raise ValueError(f"{where} is not a grid; give 1 to {SIDE} rows of equal length, of 1 to {SIDE} whole numbers")
+    if grid.min() < 0 or grid.max() > 9:
+        raise ValueError(f"{where} holds {grid.min() if grid.min() < 0 else grid.max()}; colours are 0 to 9")
+    return grid.astype(np.uint8)
 
 
 def encode(grid, top=0, left=0):

@@ -106,6 +106,19 @@ def unpack(text):
     return None if text is None else np.array([[*map(int, row)] for row in text.split("/")], np.uint8)
 
 
+def whole_lines(path):
+    """Iterate over (length in bytes, dict) of the lines of a file up to the first that is not a whole JSON object."""
+    with open(path, "rb") as file:
+        for line in file:
+            try:
+                content = json.loads(line) if line.endswith(b"\n") else None
+            except ValueError:
+                return
+            if not isinstance(content, dict):
+                return
+            yield len(line), content
+
+
 class Predictions:
     """A file of predictions that is appended to after each batch. `rows`: row -> (grid or None, confidence)."""
 
@@ -122,21 +135,14 @@ class Predictions:
     def _read(self, about):
         """Take in all whole lines. Returns their length in bytes."""
         whole = 0
-        with open(self.path, "rb") as file:
-            for line in file:
-                try:
-                    content = json.loads(line) if line.endswith(b"\n") else None
-                except ValueError:
-                    content = None
-                if not isinstance(content, dict):
-                    break
-                if not whole and content != about:
-                    other = next((name for name in about if content.get(name) != about[name]), "line")
-                    raise ValueError(f"{self.path} holds predictions of another {other}; delete it, or name another "
-                                     "folder")
-                if whole:
-                    self._take(**content)
-                whole += len(line)
+        for length, content in whole_lines(self.path):
+            if whole:
+                self._take(**content)
+            elif content != about:
+                other = next((name for name in about if content.get(name) != about[name]), "things")
+                raise ValueError(f"{self.path} holds predictions of other {other} ({content.get(other)}, not "
+                                 f"{about.get(other)}); delete it, or move it away")
+            whole += length
         return whole
 
     def _take(self, rows, grids, confidences):
@@ -162,7 +168,7 @@ def fingerprint(model, data):
     How many variants are voted over does not count: the rows of fewer are the first ones of more.
     """
     weights = [parameter.detach().float().cpu().numpy() for parameter in model.parameters()]
-    return {"weights": content_hash(*weights)[:16], "data": content_hash(data.state(), data.test)[:16]}
+    return {"weights": content_hash(*weights)[:16], "data": content_hash(data.state(), data.hash, data.test)[:16]}
 
 
 @torch.no_grad()
