@@ -44,6 +44,7 @@ where the count of the metric "loss" is what a loss is a mean over, and data thr
     data.eval_batches(split, batch_size), .grade          in order; who is right, where that takes more than tokens
     data.encode(text)                                     the ids of a prompt as a user gives it
     data.groups()                                         lines of the table of results: label -> masks of test rows
+    data.identifiers(inputs), .vote                       of puzzles with ids: theirs; rows that are voted over (arc)
     data.tokenizer                                        of a text; None for puzzles, which are solved, not sampled
 """
 

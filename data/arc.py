@@ -20,6 +20,9 @@ pair of each task; in validation and test it stands in the corner. An epoch goes
 pairs of a task one after another, all in one transformation. Cells that hold neither a colour nor an end marker are
 not scored. arc_vote.py scores a model by a vote over the transformations of each test input.
 
+Training pairs that equal a val or test pair of another set or task are left out (--overlaps keep: trained on, as
+published), and so are training tasks that another set holds under the same id. summary() says what was found.
+
 data_file is a folder that holds clones of the repositories below (or is the one that is needed), or files such as
 arc1_training.json.gz: {task id: {"train": [{"input": rows, "output": rows}, ...], "test": ...}}, packed or not.
 Sources: https://github.com/fchollet/ARC-AGI and https://github.com/arcprize/ARC-AGI-2 (Apache-2.0),
@@ -186,14 +189,13 @@ def pair_key(pair):
 
 @dataclass
 class Overlap:
-    """Tasks of two parts (names like "arc1 evaluation") in common: ids in both, those of them whose pairs are the same
-    in any order, and (id in the first, id in the second) of tasks that share a pair under different ids."""
+    """What two parts have in common."""
 
-    first: str
+    first: str  # as in "arc1 evaluation"
     second: str
-    ids: list
-    equal: list
-    sharing: list
+    ids: list  # of tasks in both
+    equal: list  # those of them with the same pairs, in any order
+    sharing: list  # (id in the first, id in the second) of other tasks that share a pair
 
 
 def overlaps(tasks):

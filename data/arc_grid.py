@@ -14,8 +14,8 @@ grid and in the column right of it, as long as it is, where the board has room f
 A transformation is one of the 8 symmetries of the square and a permutation of the colours that keeps 0 (black). Two
 permutations that differ only in colours that a task does not have are the same to it. So with m colours besides black
 a task has 8 * 9! / (9 - m)! transformations, numbered from 0 (the identity); numbers are drawn without repeats.
-Two of them can still show the same grids where a task looks like itself turned or recoloured: so do 2% of the numbers
-of ARC-1 and ConceptARC, in 70 of 960 tasks. They have an id each; to find them would take a minute at every start.
+Two of them can still show the same grids where a task looks like itself, turned or recoloured; so do 2% of those of
+ARC-1 and ConceptARC. They keep an id each: to find them would take minutes at every start.
 """
 import math
 import zlib

@@ -18,6 +18,7 @@ from data import arc, arc_vote
 from data.arc import IGNORE, ArcConfig, load, overlaps, pair_key
 from data.arc_grid import (CELLS, END, PAD, SIDE, augmentations, color_order, count_transformations, decode, encode,
                            invert, transform, transformations)
+from data.show import print_side_by_side
 
 
 def random_grid(rng, side=SIDE, colors=10):
@@ -595,6 +596,13 @@ def test_a_task_is_parsed_judged_and_drawn(data, tmp_path):
     assert data.verdict(inputs[0], answers[0])[0] and not data.verdict(inputs[0], answers[1])[0]
     assert data.verdict(inputs[0], np.zeros(CELLS, int)) == (False, "no grid in the top left corner")
     assert not data.verdict(strange, answers[0])[0]
+
+
+def test_boards_of_any_size_stand_side_by_side(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "20")
+    print_side_by_side([("one", "\033[1m1 \033[0m2 \n3 4 "), ("second", "5 "), ("third", "6 \n7 \n8 ")])
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert lines == ["one      second", "\033[1m1 \033[0m2      5", "3 4", "third", "6", "7", "8"]
 
 
 def test_drawing_shows_answer_and_label_and_marks_what_differs(data):
