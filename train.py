@@ -45,6 +45,7 @@ where the count of the metric "loss" is what a loss is a mean over, and data thr
     data.eval_batches(split, batch_size), .grade          in order; who is right, where that takes more than tokens
     data.encode(text)                                     the ids of a prompt as a user gives it
     data.groups()                                         lines of the table of results: label -> masks of test rows
+    data.identifiers(inputs), .vote                       of puzzles with ids: theirs; rows that are voted over (arc)
     data.tokenizer                                        of a text; None for puzzles, which are solved, not sampled
 """
 
@@ -76,7 +77,7 @@ import dnd
 import hrm
 import huginn
 import modr
-from data import arith, chat, maze, selection, sudoku, text
+from data import arc, arc_vote, arith, chat, maze, selection, sudoku, text
 from data import math as math_sets
 from data.common import atomic_write
 from data.show import means, print_scores, print_table, show_thinking, write_text
@@ -87,7 +88,7 @@ from data.tokenizer import chat_template, huggingface_tokenizer
 class TrainConfig:
     # what to run
     model: Literal["hrm", "huginn", "modr", "qwen3", "dnd"] = "hrm"  # the method
-    data: Literal["", "sudoku", "maze", "arith", "text", "math", "chat"] = ""  # the task; empty = the model's first
+    data: Literal["", "sudoku", "maze", "arc", "arith", "text", "math", "chat"] = ""  # empty = the model's first
     preset: str = ""  # named sizes and recipe of the model; empty = the one for this device
     init_from: str = "scratch"  # scratch, resume (go on with a run), or a run or published checkpoint to start from
     out_dir: str = ""  # folder of the run; empty = out/MODEL-DATA, numbered if that is taken
@@ -145,11 +146,11 @@ MODELS = {"hrm": (hrm.HRM, hrm.HRMConfig, hrm.PRESETS, hrm.SolveConfig),
           "dnd": (dnd.DND, dnd.DNDConfig, dnd.PRESETS, dnd.GenerateConfig)}
 MINUTES = {"huginn": "ten to fifteen minutes", "qwen3": "five to ten minutes"}
 BASES = {"modr": "huginn", "dnd": "qwen3"}  # the trained model that it goes on
-DATA = {"sudoku": (sudoku.SudokuConfig, sudoku.load), "arith": (arith.ArithConfig, arith.load),
-        "text": (text.TextConfig, text.load), "math": (math_sets.MathConfig, math_sets.load),
-        "chat": (chat.ChatConfig, chat.load), "maze": (maze.MazeConfig, maze.load)}
+DATA = {"sudoku": (sudoku.SudokuConfig, sudoku.load), "maze": (maze.MazeConfig, maze.load),
+        "arc": (arc.ArcConfig, arc.load), "arith": (arith.ArithConfig, arith.load), "text": (text.TextConfig, text.load),
+        "math": (math_sets.MathConfig, math_sets.load), "chat": (chat.ChatConfig, chat.load)}
 TEXTS = ("arith", "text", "math", "chat")
-USES = {"hrm": ("sudoku", "maze")} | dict.fromkeys(("huginn", "modr", "qwen3", "dnd"), TEXTS)  # the default first
+USES = {"hrm": ("sudoku", "maze", "arc")} | dict.fromkeys(("huginn", "modr", "qwen3", "dnd"), TEXTS)  # default first
 ON_CUDA = {"hrm": "paper", "huginn": "small"}  # that trains on a 24 GB card; other models and on a CPU the first preset
 
 # What a preset sets beside the model: fields of TrainConfig and of the data's config.
@@ -962,6 +963,12 @@ def score(c, use, model, data, machine, path):
     groups, depths = data.groups(), parse_depths(c.depths)
     scores = evaluate(model, data, "test", c, use, machine, depths)
     print_scores("test split", scores, groups)
+    if hasattr(data, "vote"):
+        folder = os.path.join(os.path.dirname(path), "votes")
+        with user_errors():
+            votes = arc_vote.evaluate_votes(model, data, c.eval_batch_size, machine.autocast, depths[-1], folder)
+        print("\n".join([f"votes over up to {data.config.arc_augments:,} variants, in {folder}",
+                         *arc_vote.score_lines(votes)]))
     if hasattr(model, "variants"):
         name = next(iter(scores[depths[-1]]))  # the one that counts
         columns = {"as it is": scores[depths[-1]][name]}

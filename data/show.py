@@ -1,6 +1,8 @@
 """What a user sees of a model's work: tables of scores, boards side by side, texts as they are written."""
 import contextlib
+import itertools
 import os
+import re
 import shutil
 import sys
 
@@ -59,7 +61,9 @@ def show_thinking(model, data, inputs, labels, depth, act_eval, autocast):
     """Draw each puzzle's answer after every segment that changed it, and the verdict. inputs, labels (B, T) integer."""
     with autocast():
         tokens = torch.as_tensor(inputs).to(next(model.parameters()).device)
-        _, segments, answers, p_halt = model.eval().solve(tokens, depth, act_eval, trace=True)
+        ids = data.identifiers(inputs) if hasattr(data, "identifiers") else None  # of puzzles that have their own
+        ids = None if ids is None else torch.as_tensor(ids).to(tokens.device)
+        _, segments, answers, p_halt = model.eval().solve(tokens, depth, act_eval, True, ids)
     answers, segments = answers.cpu().numpy(), segments.tolist()  # (S, B, T)
     for i, puzzle in enumerate(inputs):
         path = answers[: segments[i], i]
@@ -67,19 +71,22 @@ def show_thinking(model, data, inputs, labels, depth, act_eval, autocast):
         boards = [("the puzzle", data.draw(puzzle, puzzle, None, in_color()))]
         label = None if labels is None else labels[i]
         boards += [(f"segment {n + 1}", data.draw(puzzle, path[n], label, in_color())) for n in changed]
-        print_side_by_side(boards, len(data.draw(puzzle, puzzle, None, False).splitlines()[0]))
+        print_side_by_side(boards)
         legal, verdict = data.verdict(puzzle, path[-1])
         print(f"{'solved' if legal else 'not solved'}: {verdict} | {len(path)} segments, the last change in segment "
               f"{changed[-1] + 1} | halting confidence {p_halt[len(path) - 1, i]:.3f}\n")
 
 
-def print_side_by_side(boards, width):
-    """boards: (title, lines of text that are `width` wide to the eye) pairs, as many per row as the terminal holds."""
+def print_side_by_side(boards):
+    """boards: (title, text) pairs, of any size and maybe coloured; as many per row as the terminal holds."""
+    boards = [[title, *text.splitlines()] for title, text in boards]
+    seen = [[len(re.sub("\033\\[[0-9;]*m", "", line)) for line in board] for board in boards]  # widths to the eye
+    width = max(map(max, seen))
+    boards = [[line + " " * (width - n) for line, n in zip(*both)] for both in zip(boards, seen)]
     per_row = max(1, (shutil.get_terminal_size((120, 24)).columns + 3) // (width + 3))
     for start in range(0, len(boards), per_row):
-        row = boards[start : start + per_row]
-        print("   ".join(f"{title:{width}}" for title, _ in row))
-        print("\n".join("   ".join(lines) for lines in zip(*(text.splitlines() for _, text in row))))
+        rows = itertools.zip_longest(*boards[start : start + per_row], fillvalue=" " * width)
+        print("\n".join("   ".join(lines) for lines in rows))
 
 
 # ---- texts
