@@ -38,8 +38,8 @@ The authors' code is not out. What the paper leaves open is settled as follows. 
 tau are one per nested layer; scores and tau are float32. L_sd is a mean over texts, L_dp over tokens, both over nested
 layers; padding counts nowhere. The published text can be read as if L_sd were maximised, which makes all scores equal.
 With micro-batches or ranks, ratio is that of all their tokens, tau_bar the mean of theirs, and L_sd and L_dp weigh, as
-CE does, by labelled tokens. Tokens of the short text are
-at 0, 1, ... (`nested_positions`). Experts get no balancing loss.
+CE does, by labelled tokens. Tokens of the short text are at 0, 1, ... (`nested_positions`). Experts get no balancing
+loss.
 
 The constants are ours, from nano on arithmetic: 500 steps after 2,000 plain ones, seed 0; the share selected is by layer,
 on 500 new texts, with tau fixed. As they are, 0.195 to 0.222. Routers that learn as fast as all else soon saturate:
@@ -985,9 +985,10 @@ PRESETS = {  # parameters, nested layers included; train.py has the recipe that 
     "nano-moe": DNDConfig(vocab_size=257, block_size=128, n_embd=128, n_layer=6, n_head=4, n_kv_head=2, head_dim=32,
                           num_experts=8, num_experts_per_tok=2, moe_intermediate_size=192, nested_first=1,
                           nested_last=4),  # 3,875,460, of which 1,221,252 active
-    "qwen3-1.7b": DNDConfig(nested_first=4, nested_last=23),  # 1,720,615,956
+    # a step moves a score by about lr router_lr C; with lr 5e-6 that is what it is for nano
+    "qwen3-1.7b": DNDConfig(nested_first=4, nested_last=23, router_lr=1.0),  # 1,720,615,956
     "qwen3-30b-a3b": DNDConfig(n_layer=48, n_head=32, n_kv_head=4, num_experts=128, tie_embeddings=False,
-                               nested_first=4, nested_last=43),  # 30,532,204,584, of which 3,353,114,664 active
+                               nested_first=4, nested_last=43, router_lr=1.0),  # 30,532,204,584; 3,353,114,664 active
 }
 PLAIN_PRESETS = {name: Qwen3Config(**{field: getattr(config, field) for field in Qwen3Config.__dataclass_fields__})
                  for name, config in PRESETS.items()}  # of what DND goes on
