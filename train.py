@@ -147,8 +147,9 @@ MODELS = {"hrm": (hrm.HRM, hrm.HRMConfig, hrm.PRESETS, hrm.SolveConfig),
 MINUTES = {"huginn": "ten to fifteen minutes", "qwen3": "five to ten minutes"}
 BASES = {"modr": "huginn", "dnd": "qwen3"}  # the trained model that it goes on
 DATA = {"sudoku": (sudoku.SudokuConfig, sudoku.load), "maze": (maze.MazeConfig, maze.load),
-        "arc": (arc.ArcConfig, arc.load), "arith": (arith.ArithConfig, arith.load), "text": (text.TextConfig, text.load),
-        "math": (math_sets.MathConfig, math_sets.load), "chat": (chat.ChatConfig, chat.load)}
+        "arc": (arc.ArcConfig, arc.load), "arith": (arith.ArithConfig, arith.load),
+        "text": (text.TextConfig, text.load), "math": (math_sets.MathConfig, math_sets.load),
+        "chat": (chat.ChatConfig, chat.load)}
 TEXTS = ("arith", "text", "math", "chat")
 USES = {"hrm": ("sudoku", "maze", "arc")} | dict.fromkeys(("huginn", "modr", "qwen3", "dnd"), TEXTS)  # default first
 ON_CUDA = {"hrm": "paper", "huginn": "small"}  # that trains on a 24 GB card; other models and on a CPU the first preset
