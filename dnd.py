@@ -170,7 +170,7 @@ class DNDConfig(Qwen3Config):
 
 
 @dataclass
-class GenerateConfig:
+class NestedGenerateConfig:
     # how to write text, and how to answer in evaluation
     depth: int = 2  # passes of a selected token; 1 = as the plain Qwen3; evaluation takes --depths instead
     max_new_tokens: int = 200  # tokens to write, at most
@@ -715,7 +715,7 @@ class DND(nn.Module):
 
     @torch.no_grad()
     def stream(self, prompts, stop=(), seed=0, **options):
-        """Write on from prompts, a token of every row at a time. options: fields of GenerateConfig.
+        """Write on from prompts, a token of every row at a time. options: fields of NestedGenerateConfig.
 
         prompts: a list of B lists of token ids, which may differ in length, or (B, T) integer. stop: ids that end a
         row.
@@ -724,7 +724,7 @@ class DND(nn.Module):
         on. Raises ValueError for prompts that are empty, not shorter than block_size or outside of the vocabulary, and
         for stop ids outside of it. With a temperature all rows draw from one generator.
         """
-        o, device = GenerateConfig(**options), self.norm.weight.device
+        o, device = NestedGenerateConfig(**options), self.norm.weight.device
         lengths, tokens = self._padded(prompts, stop)
         cache = self.new_cache(len(lengths), int(lengths.max()) + o.max_new_tokens, device)
         most, generator = cache.kv.shape[3], torch.Generator(device).manual_seed(seed)
@@ -815,7 +815,7 @@ class DND(nn.Module):
     @staticmethod
     def pretrained_config(path):
         """Config fields, as a dict, of a Hugging Face folder of a Qwen3 or of a checkpoint of train.py's."""
-        return _folder_config(path) if os.path.isdir(path) else read_run(path, **KINDS)["model_config"]
+        return _qwen3_config(path) if os.path.isdir(path) else read_run(path, **KINDS)["model_config"]
 
     @classmethod
     def load_pretrained(cls, path, dtype=torch.float32, **overrides):
@@ -829,7 +829,7 @@ class DND(nn.Module):
         config = cls.pretrained_config(path) | overrides
         with torch.device("meta"):  # no memory until the weights arrive
             model = cls((DNDConfig if "nested_first" in config else Qwen3Config)(**config))
-        state = _folder_state(path, model, dtype) if os.path.isdir(path) else _run_state(path, model, dtype)
+        state = _qwen3_state(path, model, dtype) if os.path.isdir(path) else _run_state(path, model, dtype)
         model.load_state_dict(state, assign=True)
         return model.eval()
 
@@ -882,7 +882,7 @@ def _new_nesting(model, dtype):
     return {f"nesting.{name}": value for name, value in new.items()}
 
 
-def _folder_config(folder):
+def _qwen3_config(folder):
     """Qwen3Config fields of a Hugging Face config.json, in either of its spellings."""
     path = os.path.join(folder, "config.json")
     try:
@@ -957,7 +957,7 @@ def _places(model):
     return places
 
 
-def _folder_state(folder, model, dtype):
+def _qwen3_state(folder, model, dtype):
     """A state dict of the weights in a folder, read tensor by tensor, and of start values for what DND adds."""
     try:
         from safetensors import safe_open

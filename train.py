@@ -142,8 +142,8 @@ class TrainConfig:
 MODELS = {"hrm": (hrm.HRM, hrm.HRMConfig, hrm.PRESETS, hrm.SolveConfig),
           "huginn": (huginn.Huginn, huginn.HuginnConfig, huginn.PRESETS, huginn.GenerateConfig),
           "modr": (modr.MoDr, modr.MoDrConfig, modr.PRESETS, huginn.GenerateConfig),
-          "qwen3": (dnd.DND, dnd.Qwen3Config, dnd.PLAIN_PRESETS, dnd.GenerateConfig),
-          "dnd": (dnd.DND, dnd.DNDConfig, dnd.PRESETS, dnd.GenerateConfig)}
+          "qwen3": (dnd.DND, dnd.Qwen3Config, dnd.PLAIN_PRESETS, dnd.NestedGenerateConfig),
+          "dnd": (dnd.DND, dnd.DNDConfig, dnd.PRESETS, dnd.NestedGenerateConfig)}
 MINUTES = {"huginn": "ten to fifteen minutes", "qwen3": "five to ten minutes"}
 BASES = {"modr": "huginn", "dnd": "qwen3"}  # the trained model that it goes on
 DATA = {"sudoku": (sudoku.SudokuConfig, sudoku.load), "maze": (maze.MazeConfig, maze.load),

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import dnd
-from dnd import DND, IGNORE, PRESETS, DNDConfig, GenerateConfig, Packed, causal_attention
+from dnd import DND, IGNORE, PRESETS, DNDConfig, NestedGenerateConfig, Packed, causal_attention
 
 TINY = DNDConfig(vocab_size=50, block_size=64, n_embd=32, n_layer=4, n_head=4, n_kv_head=2, head_dim=6,
                  intermediate_size=40, nested_first=1, nested_last=2)
@@ -814,7 +814,7 @@ def test_a_text_longer_than_the_context_and_a_depth_there_is_not_are_one_line():
         tiny()(tokens_like(1, 6), depth=0)
     with pytest.raises(ValueError, match="depth 8"):
         tiny().evaluate([batch_like(1, 6)], [8])
-    assert GenerateConfig().depth == 2
+    assert NestedGenerateConfig().depth == 2
 
 
 # ---- checkpoints
