@@ -326,11 +326,7 @@ def _wrapped(pieces, width):
 
 
 def check_plot(path):
-    """ValueError, one line, if a figure cannot be drawn or not be written to `path`: to know before the long work."""
-    try:
-        import matplotlib.figure  # noqa: F401  (drawing is optional, so is the package)
-    except ImportError:
-        raise ValueError("--plot needs matplotlib: pip install matplotlib") from None
+    """ValueError, one line, if a figure cannot be written to `path` or not be drawn: to know before the long work."""
     if not path.endswith(".png"):
         raise ValueError(f"--plot {path}: give the name of a .png file")
     folder = os.path.dirname(os.path.abspath(path))
@@ -341,6 +337,10 @@ def check_plot(path):
             raise IsADirectoryError(None, "it is a folder")
     except OSError as error:
         raise ValueError(f"--plot {path}: cannot be written ({error.strerror}); name a file elsewhere") from None
+    try:
+        import matplotlib.figure  # noqa: F401  (drawing is optional, so is the package)
+    except ImportError:
+        raise ValueError("--plot needs matplotlib: pip install matplotlib") from None
 
 
 def draw(path, model, found, flops):

@@ -6,6 +6,7 @@
 import builtins
 import contextlib
 import dataclasses
+import importlib.util
 import math
 from types import SimpleNamespace
 
@@ -251,8 +252,9 @@ def test_tables_are_complete_and_the_figure_is_written(case, capsys, tmp_path):
     if case == "none":
         model.nesting.tau.fill_(1)
     plot = tmp_path / "new" / "x.png"
+    drawn = case != "moe" and importlib.util.find_spec("matplotlib")  # which is optional
     print_selection(model, DATA, lambda: iter(batches_like((4, 12), (2, 20))), contextlib.nullcontext,
-                    base if case != "moe" else None, str(plot) if case != "moe" else "")
+                    base if case != "moe" else None, str(plot) if drawn else "")
     out = capsys.readouterr().out
     for text in ("k_target 0.2", "tokens per second", "6.27", "0.178", "who was selected", "depth 2 / depth 1"):
         assert text in out
@@ -260,7 +262,7 @@ def test_tables_are_complete_and_the_figure_is_written(case, capsys, tmp_path):
     if case == "none":
         line = next(line for line in out.splitlines() if "entropy, base " in line)
         assert line.split()[2:] == ["-"] * 4
-    if case == "moe":
+    if not drawn:
         return
     assert plot.read_bytes().startswith(b"\x89PNG") and [file.name for file in plot.parent.iterdir()] == ["x.png"]
 
