@@ -54,7 +54,7 @@ class HRMConfig:
     n_embd: int = 512  # width C
     n_head: int = 8  # attention heads
     H_layers: int = 4  # blocks of the slow module
-    L_layers: int = 4  # blocks of the fast module
+    L_layers: int = 4  # blocks of the fast module; 0 = none: one module, z_H = H(z_H + x), H_cycles times a segment
     expansion: float = 4.0  # SwiGLU width: 2/3 of this times n_embd, rounded up to a multiple of 256
     pos_encodings: Literal["rope", "learned", "grid"] = "rope"  # grid = bias for same row, column, box, or neighbours
     puzzle_emb_ndim: int = 512  # size of a puzzle's own vector, put before its cells; 0 = no prefix
@@ -72,18 +72,28 @@ class HRMConfig:
     puzzle_emb_weight_decay: float = 1.0  # its decay, scaled by that rate
 
     def __post_init__(self):
-        for name in ("n_embd", "n_head", "H_layers", "L_layers", "H_cycles", "L_cycles", "halt_max_steps"):
+        for name in ("n_embd", "n_head", "H_layers", "H_cycles", "L_cycles", "halt_max_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)}: must be at least 1")
-        if self.expansion <= 0 or self.puzzle_emb_ndim < 0:
+        if self.expansion <= 0 or self.puzzle_emb_ndim < 0 or self.L_layers < 0:
             raise ValueError(f"expansion {self.expansion} must be above 0, puzzle_emb_ndim {self.puzzle_emb_ndim} "
-                             "at least 0")
+                             f"and L_layers {self.L_layers} at least 0")
         if self.n_embd % (2 * self.n_head):
             raise ValueError(f"n_embd {self.n_embd} with n_head {self.n_head}: heads must have a whole, even size; "
                              f"make n_embd a multiple of {2 * self.n_head}")
-        updates = self.H_cycles * (self.L_cycles + 1)
+        updates = len(self.updates)
         if not 1 <= self.grad_updates <= updates:
             raise ValueError(f"grad_updates {self.grad_updates}: a segment has {updates} updates; choose 1..{updates}")
+
+    @property
+    def updates(self):
+        """The updates of a segment in their order, as in "LLHLLH"."""
+        return ("L" * self.L_cycles * (self.L_layers > 0) + "H") * self.H_cycles
+
+    @property
+    def depth(self):
+        """Blocks that a segment applies one after another: the effective depth of a segment."""
+        return sum(self.L_layers if level == "L" else self.H_layers for level in self.updates)
 
 
 @dataclass
@@ -410,22 +420,27 @@ class HRM(nn.Module):
         shape = (batch_size, self.prefix_len + self.config.seq_len, self.config.n_embd)
         return [init.to(self.compute_dtype()).expand(shape) for init in (self.H_init, self.L_init)]
 
-    def segment(self, z_H, z_L, data):
+    def updates(self, z_H, z_L, data):
         """One segment (section 2): H_cycles times {L_cycles updates of z_L, one of z_H}.
 
         The last `grad_updates` of these carry gradient. 2 is the paper's one-step gradient: the last update of each
         module, and memory for two however many there are. All of them is backpropagation through the segment: more
         time and memory per step, and a gradient that is exact within the segment.
-        Returns z_H, z_L (B, P+T, C) in the compute dtype and q (B, 2) float32: q_halt, q_continue.
+        Yields ("L" or "H", z_H, z_L) after each update; the states are (B, P+T, C) in the compute dtype.
         """
         c, x = self.config, self.embed(data)
-        updates = ("L" * c.L_cycles + "H") * c.H_cycles
-        for i, level in enumerate(updates):
-            with torch.set_grad_enabled(torch.is_grad_enabled() and i >= len(updates) - c.grad_updates):
+        for i, level in enumerate(c.updates):
+            with torch.set_grad_enabled(torch.is_grad_enabled() and i >= len(c.updates) - c.grad_updates):
                 if level == "L":
                     z_L = self.L_level(z_L, z_H + x, self.positions)
                 else:
-                    z_H = self.H_level(z_H, z_L, self.positions)
+                    z_H = self.H_level(z_H, z_L if c.L_layers else x, self.positions)
+            yield level, z_H, z_L
+
+    def segment(self, z_H, z_L, data):
+        """All updates of a segment -> z_H, z_L (B, P+T, C) and q (B, 2) float32: q_halt, q_continue."""
+        for _, z_H, z_L in self.updates(z_H, z_L, data):
+            pass
         return z_H, z_L, self.q_head(z_H[:, 0]).float()
 
     def answer(self, z_H):
@@ -518,7 +533,7 @@ class HRM(nn.Module):
 
     def parts_to_compile(self):
         """The modules that do all the work; their shapes do not change in training."""
-        return [self.H_level, self.L_level]
+        return [self.H_level] + [self.L_level] * (self.config.L_layers > 0)
 
     # ---- inference
 
