@@ -4,7 +4,7 @@
     data = load(config)                                     # a second or two; no augmented task is stored
     print("\n".join(data.summary()))
     batch = data.train_batch(index=0, batch_size=64, seed=0)
-    batch["inputs"], batch["labels"]                        # (64, 900) int64; see arc_grid.py for the tokens
+    batch["inputs"], batch["labels"]                        # (64, T) int64; see arc_grid.py for the T = 900 tokens
     batch["puzzle_identifiers"]                             # (64,) int64: which task in which transformation
 
 A task has a few demonstration pairs of grids and one or more test pairs. HRM is not shown the demonstrations of a task
@@ -22,6 +22,8 @@ not scored. arc_vote.py scores a model by a vote over the transformations of eac
 
 Training pairs that equal a val or test pair of another set or task are left out (--overlaps keep: trained on, as
 published), and so are training tasks that another set holds under the same id. summary() says what was found.
+
+With a `board` of fewer than 30x30 cells, for a CPU, tasks that have a larger grid anywhere are left out.
 
 data_file is a folder that holds clones of the repositories below (or is the one that is needed), or files such as
 arc1_training.json.gz: {task id: {"train": [{"input": rows, "output": rows}, ...], "test": ...}}, packed or not.
@@ -41,7 +43,7 @@ from typing import Literal
 
 import numpy as np
 
-from data.arc_grid import (CELLS, MOST, PAD, SIDE, VOCAB, augmentations, color_order, decode, draw, encode, to_grid,
+from data.arc_grid import (MOST, PAD, SIDE, VOCAB, augmentations, color_order, decode, draw, encode, to_grid,
                            transform, transformations)
 from data.common import by_source, content_hash, download
 
@@ -60,6 +62,7 @@ class ArcConfig:
     sets: str = "arc1,conceptarc"  # of arc1, arc2, conceptarc, minimal (ConceptARC's simplest), separated by commas
     data_file: str = ""  # folder with the sets, as repositories or files like arc1_training.json.gz; empty = download
     tasks: str = ""  # ids, separated by commas, or a number: the first so many of each part; empty = all
+    board: int = 30  # rows and columns of the board; a smaller one leaves tasks with larger grids out
     num_augments: int = 1000  # transformations to train each task in besides as it is, each with a puzzle id
     augment_translate: bool = True  # move training examples about on the board
     arc_augments: int = 1000  # variants of a test input that are voted over; no more than are trained
@@ -163,8 +166,19 @@ def read_tasks(config):
     return sorted(tasks, key=lambda task: task.evaluates)  # stable
 
 
-def choose(tasks, wanted):
-    """The tasks that --tasks names: ids, or a number of them in each part."""
+def side(task):
+    """The most rows or columns that a grid of a task has."""
+    return max(max(grid.shape) for pair in task.pairs for grid in pair)
+
+
+def choose(tasks, wanted, board):
+    """The tasks that fit on the board and that --tasks names: ids, or a number of them in each part."""
+    names = [name.strip() for name in wanted.split(",")]
+    for task in tasks:
+        if task.name in names and side(task) > board:
+            raise ValueError(f"--tasks {wanted}: {task.name} has grids of {side(task)}x{side(task)}, but --board is "
+                             f"{board}; raise it, or leave the task out")
+    tasks = [task for task in tasks if side(task) <= board]
     if not wanted:
         return tasks
     if wanted.isdecimal() and len(wanted) < 6:  # ids have 8 characters
@@ -173,7 +187,6 @@ def choose(tasks, wanted):
             place = seen[task.set, task.part] = seen.get((task.set, task.part), 0) + 1
             kept += [task] * (place <= int(wanted))
         return kept
-    names = [name.strip() for name in wanted.split(",")]
     if unknown := [name for name in names if name not in {task.name for task in tasks}]:
         raise ValueError(f"--tasks {wanted}: {unknown[0]!r} is in none of the sets; give ids that are, or a number")
     return [task for task in tasks if task.name in names]
@@ -233,6 +246,8 @@ def validate(config):
         if name not in REPOSITORIES or config.sets.split(",").count(name) > 1:
             raise ValueError(f"--sets {config.sets}: {name!r} is unknown or there twice; give some of "
                              f"{', '.join(REPOSITORIES)}, separated by commas")
+    if not 1 <= config.board <= SIDE:
+        raise ValueError(f"--board {config.board}: give 1 to {SIDE} rows of cells")
     for name, least in {"num_augments": 0, "arc_augments": 1, "num_val": 0, "data_seed": 0}.items():
         most = MOST if name.endswith("augments") else 2**32
         if not least <= getattr(config, name) <= most:
@@ -246,10 +261,10 @@ def load(config, prepare=True, saved=None):
     must be those of this data.
     """
     validate(config)
-    tasks = choose(read_tasks(config), config.tasks)
+    tasks = choose(read_tasks(config), config.tasks, config.board)
     if not any(task.evaluates for task in tasks):
-        raise ValueError(f"--sets {config.sets} --tasks {config.tasks or 'all'}: there is no evaluation task among "
-                         "them; add arc1 or arc2, or the id of one")
+        raise ValueError(f"--sets {config.sets} --tasks {config.tasks or 'all'} --board {config.board}: there is no "
+                         "evaluation task among them; add arc1 or arc2, the id of one, or a larger board")
     data = ArcData(config, tasks)
     theirs, ours = saved or {}, data.state()
     if theirs.get("num_ids", ours["num_ids"]) != ours["num_ids"]:
@@ -321,7 +336,8 @@ class ArcData:
     @property
     def model_args(self):
         """What a model has to know."""
-        return dict(vocab_size=VOCAB, seq_len=CELLS, num_puzzle_identifiers=self.num_ids, box_rows=0, box_cols=0)
+        return dict(vocab_size=VOCAB, seq_len=self.config.board**2, num_puzzle_identifiers=self.num_ids, box_rows=0,
+                    box_cols=0)
 
     def state(self):
         """What must travel with a model's weights: how many puzzle ids there are, and a hash of what they mean."""
@@ -334,6 +350,7 @@ class ArcData:
         for task in self.tasks:
             parts[f"{task.set} {task.part}"] = parts.get(f"{task.set} {task.part}", 0) + 1
         sizes = ", ".join(f"{number:,} tasks of {name}" for name, number in parts.items())
+        sizes += f" with grids of up to {c.board}x{c.board}" * (c.board < SIDE)
         lines = [f"arc: {sizes}, seed {c.data_seed}",
                  f"{self.num_ids:,} puzzle ids: 0, and each task as it is and in up to {c.num_augments:,} other "
                  "transformations"]
@@ -361,16 +378,17 @@ class ArcData:
         return transformations(self.numbers[self.first_id[tasks] - 1 + rows[:, 1]], self.orders[tasks])
 
     def batch(self, rows, corners=None):
-        """Rows (B, 2) -> dict of inputs, labels (B, 900) and puzzle_identifiers (B,), int64.
+        """Rows (B, 2) -> dict of inputs, labels (B, T) and puzzle_identifiers (B,), int64.
 
         corners: (B, 2) in [0, 1), how far down and right of its room each pair stands; None = in the corner.
         """
-        tokens = np.empty((2, len(rows), CELLS), np.int64)
+        board = self.config.board
+        tokens = np.empty((2, len(rows), board**2), np.int64)
         for i, (pair, dihedral, colors) in enumerate(zip(rows[:, 0], *self.transformations(rows))):
             grids = [transform(grid, dihedral, colors) for grid in self.pairs[pair]]
-            room = 1 + SIDE - np.maximum(grids[0].shape, grids[1].shape)
+            room = 1 + board - np.maximum(grids[0].shape, grids[1].shape)
             corner = (0, 0) if corners is None else (corners[i] * room).astype(int)
-            tokens[:, i] = [encode(grid, *corner) for grid in grids]
+            tokens[:, i] = [encode(grid, *corner, board) for grid in grids]
         ids = self.first_id[self.pair_task[rows[:, 0]]] + rows[:, 1]
         return dict(inputs=tokens[0], labels=np.where(tokens[1] == PAD, IGNORE, tokens[1]), puzzle_identifiers=ids)
 
@@ -406,33 +424,36 @@ class ArcData:
     def _known(self):
         """Tokens of an input, as bytes -> index of its pair; of a test pair, if several have it."""
         order = np.argsort(np.isin(np.arange(len(self.pairs)), self.test[:, 0]), kind="stable")
-        return {encode(self.pairs[i][0]).tobytes(): i for i in order}
+        return {encode(self.pairs[i][0], side=self.config.board).tobytes(): i for i in order}
 
     def _pair(self, inputs):
-        """Tokens (900,) of an untransformed input -> index of its pair, or None."""
+        """Tokens (T,) of an untransformed input -> index of its pair, or None."""
         return self._known.get(np.asarray(inputs, np.uint8).tobytes())
 
     def identifiers(self, inputs):
-        """Puzzle ids (B,) int64 of untransformed inputs (B, 900), 0 for an input of no known task."""
+        """Puzzle ids (B,) int64 of untransformed inputs (B, T), 0 for an input of no known task."""
         pairs = [self._pair(tokens) for tokens in np.asarray(inputs)]
         return np.array([0 if i is None else self.first_id[self.pair_task[i]] for i in pairs], np.int64)
 
     def parse(self, text):
-        """The id of a task, or the path of a JSON file of one -> tokens (B, 900) int64 of its test inputs."""
+        """The id of a task, or the path of a JSON file of one -> tokens (B, T) int64 of its test inputs."""
         tests = next((task.test for task in reversed(self.tasks) if task.name == text), None)
         if os.path.isfile(text):
             tests = to_pairs(read_json(text), "test", text, answers=False)
         if tests is None:
             raise ValueError(f"{text!r} is neither the id of a task in --sets {self.config.sets} nor a file; give one")
-        return np.stack([encode(pair[0]) for pair in tests]).astype(np.int64)
+        if (most := max(max(pair[0].shape) for pair in tests)) > self.config.board:
+            raise ValueError(f"{text}: has an input of {most} rows or columns, but --board is {self.config.board}; give "
+                             "a smaller one, or a model that was trained on a larger board")
+        return np.stack([encode(pair[0], side=self.config.board) for pair in tests]).astype(np.int64)
 
     def problem(self, inputs):
-        """A line about an input (900,) that belongs to no task of this data; '' if it does."""
+        """A line about an input (T,) that belongs to no task of this data; '' if it does."""
         return "" if self._pair(inputs) is not None else ("the input is of no task that was trained on, so it goes in "
                                                           "without a puzzle id; do not expect much")
 
     def verdict(self, inputs, answer):
-        """(is the answer (900,) of an input (900,) right, one line about it)."""
+        """(is the answer (T,) of an input (T,) right, one line about it)."""
         pair, grid = self._pair(inputs), decode(answer)
         if grid is None:
             return False, "no grid in the top left corner"
@@ -445,7 +466,7 @@ class ArcData:
     def draw(self, inputs, answer, label=None, color=True):
         """An answer as text, a digit per cell, and right of it the label's grid if there is one; wrong cells have a !.
 
-        inputs, not drawn, answer and label: (900,) tokens. An answer that is no grid is drawn as one dot.
+        inputs, not drawn, answer and label: (T,) tokens. An answer that is no grid is drawn as one dot.
         """
         grids = [decode(answer)] if label is None else [decode(answer), decode(label)]
         return draw(grids, color)

@@ -2,7 +2,8 @@
 
 A grid is an (h, w) uint8 array of colours 0..9, 1x1 to 30x30. As tokens it is a board of 30x30 = 900 cells, row by
 row, as in the released HRM code: 0 = pad, 1 = end marker, c + 2 = colour c. End markers stand in the row below the
-grid and in the column right of it, as long as it is, where the board has room for them.
+grid and in the column right of it, as long as it is, where the board has room for them. A board may be smaller, for
+small grids: side cells each way, T = side * side.
 
     tokens = encode(grid)                                   # (900,) uint8, the grid in the top left corner
     decode(tokens)                                          # the grid again
@@ -22,7 +23,7 @@ import zlib
 
 import numpy as np
 
-SIDE, CELLS = 30, 900
+SIDE = 30  # most rows and columns of a grid, and of the board
 PAD, END, FIRST = 0, 1, 2  # FIRST is colour 0
 VOCAB = FIRST + 10
 TINTS = (16, 27, 160, 34, 220, 245, 201, 208, 117, 88)  # of a terminal with 256, for colours 0 to 9
@@ -43,28 +44,29 @@ def to_grid(rows, where):
     return grid.astype(np.uint8)
 
 
-def encode(grid, top=0, left=0):
-    """A grid (h, w) -> tokens (900,) uint8, with its first cell at row `top`, column `left`."""
+def encode(grid, top=0, left=0, side=SIDE):
+    """A grid (h, w) -> tokens (side * side,) uint8, with its first cell at row `top`, column `left` of the board."""
     bottom, right = top + grid.shape[0], left + grid.shape[1]
-    board = np.full((SIDE, SIDE), PAD, np.uint8)
+    board = np.full((side, side), PAD, np.uint8)
     board[top:bottom, left:right] = grid + np.uint8(FIRST)
     board[bottom : bottom + 1, left:right] = END  # an empty slice if the grid ends with the board
     board[top:bottom, right : right + 1] = END
-    return board.reshape(CELLS)
+    return board.reshape(-1)
 
 
 def decode(tokens):
-    """Tokens (900,) of any integer dtype -> the grid in the top left corner, (h, w) uint8, or None if there is none.
+    """Tokens (T,) of any integer dtype -> the grid in the top left corner, (h, w) uint8, or None if there is none.
 
     Only the largest rectangle of colours from that corner counts (of equal ones the flattest); what lies beyond it may
     be anything, since pad cells are not scored in training. So ragged rows are cut to the shape that keeps most
     cells, and no grid is found only if the corner itself holds no colour.
     """
-    board = np.asarray(tokens).reshape(SIDE, SIDE)
+    side = math.isqrt(len(tokens))
+    board = np.asarray(tokens).reshape(side, side)
     is_color = (board >= FIRST) & (board < VOCAB)
     widths = np.logical_and.accumulate(is_color, axis=1).sum(axis=1)  # colours that each row begins with
     widths = np.minimum.accumulate(widths)  # of a rectangle from the top down to each row
-    height = int((widths * np.arange(1, SIDE + 1)).argmax()) + 1
+    height = int((widths * np.arange(1, side + 1)).argmax()) + 1
     grid = board[:height, : widths[height - 1]] - FIRST
     return grid.astype(np.uint8) if grid.size else None
 

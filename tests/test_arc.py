@@ -16,10 +16,11 @@ import hrm
 import train
 from data import arc, arc_vote
 from data.arc import IGNORE, ArcConfig, load, overlaps, pair_key
-from data.arc_grid import (CELLS, END, PAD, SIDE, augmentations, color_order, count_transformations, decode, encode,
+from data.arc_grid import (END, PAD, SIDE, augmentations, color_order, count_transformations, decode, encode,
                            invert, transform, transformations)
 from data.show import print_side_by_side
 
+CELLS = SIDE * SIDE
 
 def random_grid(rng, side=SIDE, colors=10):
     return rng.integers(0, colors, rng.integers(1, side + 1, 2)).astype(np.uint8)
@@ -117,6 +118,14 @@ def test_a_full_board_of_anything_decodes():
         grid = decode(tokens)
         assert grid is None or grid.max() <= 9 and (tokens.reshape(SIDE, SIDE)[: len(grid), : grid.shape[1]] >= 2).all()
     assert decode(np.full(CELLS, 11)).shape == (SIDE, SIDE)
+
+
+@pytest.mark.parametrize("side", [1, 5, 8, 29])
+def test_a_smaller_board_holds_every_grid_that_fits(side):
+    rng = np.random.default_rng(3)
+    for grid in [random_grid(rng, side) for _ in range(40)] + [np.ones((side, side), np.uint8)]:
+        tokens = encode(grid, side=side)
+        assert tokens.shape == (side * side,) and np.array_equal(decode(tokens), grid)
 
 
 def test_transformation_and_inverse_are_exact_for_all_grids():
@@ -438,7 +447,7 @@ def test_train_py_trains_scores_and_solves(folder, tmp_path, capsys):
     sizes = ["--n_embd", "16", "--n_head", "2", "--puzzle_emb_ndim", "16", "--pos_encodings", "rope"]
     use = ["--model", "hrm", "--data", "arc", "--device", "cpu", "--dtype", "float32", "--depths", "1"]
     run = ["--out_dir", str(tmp_path / "run"), "--max_steps", "1", "--batch_size", "4", "--num_augments", "2"]
-    flags = ["--data_file", folder, "--sets", "arc1", "--tasks", "2", "--halt_max_steps", "2"]
+    flags = ["--data_file", folder, "--sets", "arc1", "--board", "30", "--tasks", "2", "--halt_max_steps", "2"]
     assert train.main([*use, *sizes, *run, *flags]) == 0, capsys.readouterr().err
     use += ["--init_from", str(tmp_path / "run")]
     assert train.main([*use, "--eval_only", "--arc_augments", "2"]) == 0
@@ -576,6 +585,24 @@ def test_tasks_chosen_by_number_or_id(folder):
     place = [t.name for t in whole.tasks].index("a0000002")
     first = whole.first_id[place] - 1
     assert np.array_equal(some.numbers[:7], whole.numbers[first : first + 7]), "transformations go with the task"
+
+
+def test_a_smaller_board_leaves_larger_tasks_out(folder, tmp_path):
+    whole, some = load(config(folder)), load(config(folder, board=9))
+    small = {task.name for task in whole.tasks if all(max(g.shape) <= 9 for pair in task.pairs for g in pair)}
+    assert {task.name for task in some.tasks} == small and 0 < len(small) < len(whole.tasks)
+    assert "grids of up to 9x9" in some.summary()[0] and some.model_args["seq_len"] == 81
+    for batch in (some.train_batch(0, 50, 0), *some.eval_batches("vote", 50)):
+        assert batch["inputs"].shape[1:] == batch["labels"].shape[1:] == (81,)
+    assert all(decode(tokens) is not None for tokens in some.batch(some.vote)["inputs"]), "nothing was cut off"
+    large = next(task.name for task in whole.tasks if task.name not in small)
+    assert f"{large} has grids" in reject(load, config(folder, board=9, tasks=large))
+    for board in (31, 0, 1):  # no task is that small
+        assert f"--board {board}" in reject(load, config(folder, board=board))
+    path = tmp_path / "task.json"
+    path.write_text(json.dumps({"test": [{"input": [[0] * 10]}]}), encoding="utf-8")
+    assert "10 rows or columns, but --board is 9" in reject(some.parse, str(path))
+    assert whole.parse(str(path)).shape == (1, CELLS)
 
 
 def test_a_task_is_parsed_judged_and_drawn(data, tmp_path):

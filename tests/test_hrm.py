@@ -294,17 +294,21 @@ def slow_embed(w, tokens, puzzle_id, c):
 
 
 def slow_segment(w, c, z_H, z_L, tokens, puzzle_id, grad_updates):
-    """One puzzle: N times (T times L, then H). Whatever came before the last `grad_updates` updates is a constant."""
+    """One puzzle: N times (T times L, then H). Whatever came before the last `grad_updates` updates is a constant.
+
+    Without L layers N times H, which then is told the input.
+    """
     x, prefix = slow_embed(w, tokens, puzzle_id, c)
-    left = c.H_cycles * (c.L_cycles + 1)
+    L_cycles = c.L_cycles if c.L_layers else 0
+    left = c.H_cycles * (L_cycles + 1)
     for _ in range(c.H_cycles):
-        for _ in range(c.L_cycles):
+        for _ in range(L_cycles):
             if left == grad_updates:
                 z_H, z_L = z_H.detach(), z_L.detach()
             z_L, left = slow_level(w, "L", c.L_layers, z_L + z_H + x, c, prefix), left - 1
         if left == grad_updates:
             z_H, z_L = z_H.detach(), z_L.detach()
-        z_H, left = slow_level(w, "H", c.H_layers, z_H + z_L, c, prefix), left - 1
+        z_H, left = slow_level(w, "H", c.H_layers, z_H + (z_L if c.L_layers else x), c, prefix), left - 1
     return z_H, z_L, z_H[prefix:] @ w["lm_head.weight"].T, w["q_head.weight"] @ z_H[0] + w["q_head.bias"]
 
 
@@ -318,6 +322,7 @@ SHAPES = {  # every kind of position, 0, 1 and 2 prefix positions, several layer
     "grid 6x6, 1 prefix position": dict(pos_encodings="grid", seq_len=36, vocab_size=8, box_rows=2, box_cols=3,
                                         puzzle_emb_ndim=9, H_cycles=1, L_cycles=1),
     "grid without boxes": dict(pos_encodings="grid", seq_len=9, n_head=4, H_cycles=1, L_cycles=2, grad_updates=1),
+    "one module": dict(L_layers=0, H_layers=2, H_cycles=3, grad_updates=2),
 }
 
 

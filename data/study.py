@@ -1,0 +1,89 @@
+"""Networks that HRM is compared with: trained alike, in one table of exact accuracy against effective depth.
+
+    for name, flags in variants("depth", config).items():   # config: an HRMConfig; flags: what differs, by field
+        ...                                                 # train one (train.py --analysis depth does)
+    print_study(results)
+
+Effective depth is the number of blocks that a network applies one after another. Two studies:
+
+    depth     the paper's figure 2: a plain transformer of D blocks; the same block applied D times (weight-tied, all
+              of it with gradient); HRM, whose depth grows with its segments
+    modules   HRM; the same with a single segment; one module with the blocks of both in place of H and L, as many
+              blocks and segments; the same blocks once, which is the direct prediction by a transformer of that size
+
+All have the same width, positions, loss, optimizer, data and number of steps. A step is one segment of a batch: where
+puzzles take several segments, fewer of them are seen.
+"""
+
+from dataclasses import dataclass
+
+from data.common import atomic_write
+
+STUDIES = ("depth", "modules")
+DEPTHS = (2, 4, 8, 16)  # blocks of the plain and of the recurrent network
+
+
+def one_module(n_layers, n_updates=1, grad_updates=0, **fields):
+    """HRMConfig fields of a single module of n_layers blocks, applied n_updates times; grad_updates 0: all of them."""
+    return dict(L_layers=0, H_layers=n_layers, H_cycles=n_updates, grad_updates=grad_updates or n_updates) | fields
+
+
+def variants(study, config):
+    """Name of a network -> the flags in which it differs from HRM with this config: fields of HRMConfig and depths."""
+    once = dict(halt_max_steps=1, depths="1")
+    if study == "depth":
+        return ({f"plain-{n}": one_module(n) | once for n in DEPTHS}
+                | {f"recurrent-{n}": one_module(1, n) | once for n in DEPTHS} | {"hrm": {}})
+    layers = config.H_layers + config.L_layers
+    sizes = {"L": config.L_layers, "H": config.H_layers}
+    trained = sum(sizes[level] for level in config.updates[-config.grad_updates :])
+    single = one_module(layers, max(1, config.depth // layers), max(1, trained // layers))  # blocks, with gradient too
+    return {"hrm": {}, "hrm-1-segment": once, "one-module": single, "direct": one_module(layers) | once}
+
+
+@dataclass
+class Result:
+    """What one network of a study reached on the test split."""
+
+    name: str
+    parameters: int
+    blocks: int  # that a segment applies
+    scores: dict  # segments -> name -> (N,) scores, as Model.evaluate returns them
+
+    def rows(self):
+        """(segments, effective depth, name -> mean score) of each number of segments."""
+        for segments, named in self.scores.items():
+            yield segments, segments * self.blocks, {name: float(v.mean()) for name, v in named.items()}
+
+
+def print_study(results, plot=""):
+    """Print a line for each network and number of segments; plot: a .png file to draw to, "" for none."""
+    names = [name for name in next(results[0].rows())[-1] if name != "segments"]
+    heads = ["parameters", "segments", "depth", *names]
+    print(f"\n  {'network':16}" + "".join(f"{head:>16}" for head in heads))
+    for result in results:
+        for segments, depth, scores in result.rows():
+            print(f"  {result.name:16}{result.parameters:>16,}{segments:>16}{depth:>16}"
+                  + "".join(f"{scores[name]:>16.4f}" for name in names))
+    if plot:
+        draw(plot, results)
+        print(f"wrote {plot}")
+
+
+def draw(path, results):
+    """Exact accuracy against effective depth. Networks that differ in a number alone ("plain-2") are one curve."""
+    from matplotlib.figure import Figure
+
+    curves = {}
+    for result in results:
+        family = result.name.rsplit("-", 1)[0] if result.name.rsplit("-", 1)[-1].isdecimal() else result.name
+        curves.setdefault(family, []).extend((depth, named["exact_accuracy"]) for _, depth, named in result.rows())
+    figure = Figure(figsize=(7, 5), layout="constrained")
+    axes = figure.subplots()
+    for family, points in curves.items():
+        axes.plot(*zip(*points), "o-", label=family)
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="effective depth (blocks, one after another)", ylabel="exact accuracy", ylim=(-0.02, 1.02))
+    axes.legend()
+    with atomic_write(path) as file:
+        figure.savefig(file, format="png", dpi=120)
