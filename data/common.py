@@ -1,13 +1,10 @@
-"""What the data modules share: files that are whole or absent, checked downloads, tables of puzzles, hashes, epochs.
+"""What the data modules share: files that are whole or absent, checked downloads, lines and faults, hashes, epochs.
 
     with atomic_write("cache/x.npz") as file:       # "x.npz" appears only when the block ends without an error
         np.savez(file, a=a)
     path = download(url, "cache/train.csv", check=my_check, hint="name a local copy with --data_file")
-    for row in parse_table(read_lines("puzzles.csv.gz"), "puzzles.csv.gz"):
-        row.line, row.puzzle, row.answer, row.source
 """
 import contextlib
-import csv
 import functools
 import gzip
 import hashlib
@@ -15,7 +12,6 @@ import http.client
 import os
 import urllib.request
 import zlib
-from collections import namedtuple
 
 import numpy as np
 from tqdm import tqdm
@@ -87,48 +83,6 @@ def read_lines(path, raw=False):
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"cannot read {path}: {error}") from None
     return [(number, line) for number, line in lines if line and (raw or not line.startswith("#"))]
-
-
-PUZZLE_COLUMNS, ANSWER_COLUMNS = ("puzzle", "question", "quizzes"), ("solution", "answer", "solutions")
-Row = namedtuple("Row", "line puzzle answer source")  # answer and source are "" where the file has none
-
-
-def parse_table(lines, path, raw=False):
-    """(line number, text) pairs of a CSV with a header line, or of bare puzzles -> list of Row.
-
-    Columns may be named as in the published sets (question, answer, source) or plainly (puzzle, solution, source);
-    others are ignored. raw: blanks around a field belong to it. ValueError, one line, for a header that names no
-    puzzle column.
-    """
-    header = [name.strip().lower() for name in lines[0][1].split(",")] if lines else []
-    column = {kind: next((header.index(name) for name in names if name in header), None) for kind, names in
-              (("puzzle", PUZZLE_COLUMNS), ("answer", ANSWER_COLUMNS), ("source", ("source",)))}
-    if column["puzzle"] is None:
-        if len(header) > 1 and any(name.isalpha() for name in header):
-            raise ValueError(f"{path}: the header {lines[0][1]!r} has none of the columns {', '.join(PUZZLE_COLUMNS)}; "
-                             "rename the one that holds the puzzles")
-        return [Row(number, text, "", "") for number, text in lines]
-
-    def field(fields, kind):
-        text = fields[column[kind]] if column[kind] is not None and column[kind] < len(fields) else ""
-        return text if raw else text.strip()
-
-    table = []
-    for number, text in lines[1:]:  # each line by itself, or an unbalanced quote would swallow the rows after it
-        try:
-            fields = next(csv.reader([text]))
-        except csv.Error as error:
-            raise ValueError(f"{path}: line {number}: {error}; give one puzzle per line") from None
-        table.append(Row(number, *(field(fields, kind) for kind in column)))
-    return table
-
-
-def check_published(path):
-    """ValueError unless a downloaded file begins like the published CSVs: a log-in page would be saved as well."""
-    with open(path, encoding="utf-8") as file:
-        header = file.readline().strip()
-    if header != "source,question,answer,rating":
-        raise ValueError(f"the file begins with {header[:40]!r}, not with the expected header")
 
 
 def report_bad_rows(reasons, rows, path, bad_rows, kind="puzzle", most=20):

@@ -29,22 +29,21 @@ Published set: https://huggingface.co/datasets/sapientinc/maze-30x30-hard-1k, 1,
 (terms of use: see there). All of them are used, so those to validate on are generated, in style scatter.
 Written to data_dir: maze-<key>.npz, where the key hashes every setting that matters, and the downloads.
 """
-import dataclasses
 import math
 import os
 from dataclasses import dataclass
-from typing import Literal, Optional
+from typing import Literal
 
 import numpy as np
 import torch
 
-from data.common import (Row, atomic_write, by_source, check_published, content_hash, download, epoch_rows, file_hash,
-                         parse_table, read_lines, report_bad_rows)
+from data.common import read_lines, report_bad_rows
 from data.maze_solver import (GOAL, LARGEST, OPEN, PATH, START, STYLES, TOKENS, WALL, canonical, complaint, count_moves,
                               generate, grids, label, random_symmetries, shortest, to_tokens)
+from data.puzzles import (PuzzleData, PuzzleSplit, Row, cache_path, divide, drop_equal, fetch_published, parse_table,
+                          prepared, validate_numbers)
 
 FORMAT = 1  # part of the cache key: raise it when the prepared files change
-PUBLISHED = "https://huggingface.co/datasets/sapientinc/maze-30x30-hard-1k/resolve/main/"
 
 
 @dataclass
@@ -127,7 +126,7 @@ def check_rows(rows, size, path, bad_rows):
         notes.append(f"{path}: {other:,} answers mark another shortest path than the rule's, which is the label here")
     good = np.array([i not in reasons for i in kept], bool)
     sources = np.array([rows[i].source for i in kept[good]], str)
-    return Split(inputs[good], labels[good], moves[good], sources if any(sources) else None), notes
+    return Split(inputs[good], labels[good], sources if any(sources) else None, moves[good]), notes
 
 
 def read_mazes(path, size, bad_rows="error"):
@@ -137,31 +136,17 @@ def read_mazes(path, size, bad_rows="error"):
 
 def published(name, config):
     """The mazes of the published train.csv or test.csv, checked: (Split, notes)."""
-    path = os.path.join(config.data_dir, f"maze-30x30-hard-1k-{name}.csv")
-    download(f"{PUBLISHED}{name}.csv", path, check_published,
-             hint="fetch it elsewhere and name it with --data_file (and --test_file), or use --source generate")
-    return read_mazes(path, config.size, config.bad_rows)
+    return read_mazes(fetch_published("maze-30x30-hard-1k", name, config.data_dir), config.size, config.bad_rows)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Splits: prepared once, cached.
 
 @dataclass
-class Split:
-    """inputs, labels (N, T) uint8 tokens; moves (N,) int64 of a shortest path; source (N,) str, or None where a file
-    names none. The source of a generated maze is its style."""
-    inputs: np.ndarray
-    labels: np.ndarray
+class Split(PuzzleSplit):
+    """inputs, labels (N, T) uint8 tokens; source (N,) str, or None where a file names none: of a generated maze its
+    style; moves (N,) int64 of a shortest path."""
     moves: np.ndarray
-    source: Optional[np.ndarray]
-
-    def __len__(self):
-        return len(self.inputs)
-
-    def take(self, rows):
-        """The given rows (an index array or a slice) as a new Split."""
-        return Split(self.inputs[rows], self.labels[rows], self.moves[rows],
-                     None if self.source is None else self.source[rows])
 
     def layouts(self):
         """For each maze what its walls are, up to symmetry and whatever its S and G: a list of bytes."""
@@ -170,10 +155,9 @@ class Split:
 
 def validate(config):
     """The styles of a config as a list. ValueError, one line, for values that cannot be."""
-    generated, published_set = config.source == "generate" and not config.data_file, config.source == "hard-1k"
     if not 4 <= config.size <= LARGEST:
         raise ValueError(f"size {config.size}: give the rows of a square maze, 4 to {LARGEST}")
-    if published_set and not config.data_file and config.size != 30:
+    if config.source == "hard-1k" and not config.data_file and config.size != 30:
         raise ValueError(f"size {config.size} does not fit source hard-1k, whose mazes are 30x30: add --size 30")
     if config.min_path < -1:
         raise ValueError(f"min_path {config.min_path} is not a number of moves: give 0 or more, or -1 for the default")
@@ -183,11 +167,7 @@ def validate(config):
             what = "named twice" if style in STYLES else "unknown"
             raise ValueError(f"styles {config.styles!r}: {style!r} is {what}; give one or more of {', '.join(STYLES)}, "
                              "separated by commas")
-    least = {"num_train": 1 if generated else -1, "num_val": 0, "data_seed": 0,
-             "num_test": 0 if generated or config.data_file else -1}
-    for name, smallest in least.items():
-        if getattr(config, name) < smallest:
-            raise ValueError(f"{name} {getattr(config, name)} is too small: give {smallest} or more")
+    validate_numbers(config)
     return styles
 
 
@@ -196,7 +176,14 @@ def made(number, config, styles, seed, avoid):
     free, start, goal, source = generate(number, config.size, least_path(config), styles, seed, avoid)
     inputs, rows = np.where(free, OPEN, WALL).astype(np.uint8).reshape(number, -1), np.arange(number)
     inputs[rows, start], inputs[rows, goal] = START, GOAL
-    return Split(inputs, *label(inputs), source)
+    labels, moves = label(inputs)
+    return Split(inputs, labels, source, moves)
+
+
+def first_equal(inputs, labels):
+    """For each maze (N, T) the index of the first with the same walls, up to symmetry: (N,) int64."""
+    first = {}
+    return np.array([first.setdefault(walls, i) for i, walls in enumerate(canonical(grids(inputs)[0]))], np.int64)
 
 
 def build(config, styles):
@@ -218,30 +205,9 @@ def build(config, styles):
         num_val = 0
     if config.data_file or config.source != "generate":
         pool = pool.take(rng.permutation(len(pool)))
-    pool, dropped = drop_equal(pool, test)
-    ends = np.cumsum([num_test, num_val, num_train if num_train >= 0 else len(pool)])
-    if len(pool) <= ends[1]:
-        raise ValueError(f"{len(pool):,} different mazes are too few to test on {num_test:,}, validate on {num_val:,}"
-                         " and train on the rest: lower --num_test and --num_val, or give a larger file")
-    first, second, train = (pool.take(slice(start, end)) for start, end in zip([0, *ends], ends))
-    splits = {"train": train, "val": second if val is None else val, "test": first if test is None else test}
-    return splits, notes + more + dropped
-
-
-def drop_equal(pool, test):
-    """Drop from `pool` what has the walls, up to symmetry, of a maze of `test` (Split or None) or an earlier one.
-
-    Returns (pool, notes: a line about what was dropped, if anything).
-    """
-    tested, seen, keep, in_test = set(test.layouts() if test else ()), set(), [], 0
-    for row, layout in enumerate(pool.layouts()):
-        in_test += layout in tested
-        if layout not in tested and layout not in seen:
-            keep.append(row)
-        seen.add(layout)
-    repeated = len(pool) - len(keep) - in_test
-    notes = [f"dropped up to symmetry: {in_test:,} with the walls of a test maze, {repeated:,} with an earlier one's"]
-    return pool.take(np.array(keep, int)), notes if len(keep) < len(pool) else []
+    words = "{:,} with the walls of a test maze, {:,} with an earlier one's"
+    pool, dropped = drop_equal(pool, test, first_equal, words)
+    return divide(pool, num_test, num_val, num_train, test, val, kind="maze"), notes + more + dropped
 
 
 def load(config, prepare=True, saved=None):
@@ -252,39 +218,18 @@ def load(config, prepare=True, saved=None):
     styles = validate(config)
     if not prepare:
         return MazeData(config)
-    fields = dataclasses.asdict(config) | {"min_path": least_path(config), "styles": styles}
-    for name in ("data_dir", "augment", "data_file", "test_file"):  # files count by what is in them, not by their name
-        del fields[name]
-    files = [path and file_hash(path) for path in (config.data_file, config.test_file)]
-    key = content_hash(FORMAT, sorted(fields.items()), files)[:16]
-    path = os.path.join(config.data_dir, f"maze-{key}.npz")
-    if not os.path.exists(path):
-        print(f"preparing mazes ({config.data_file or config.source}, size {config.size}) -> {path}", flush=True)
-        splits, notes = build(config, styles)
-        arrays = {f"{name}_{field.name}": getattr(split, field.name) for name, split in splits.items()
-                  for field in dataclasses.fields(Split) if getattr(split, field.name) is not None}
-        with atomic_write(path) as file:
-            np.savez(file, notes=np.array(notes, str), **arrays)
-    with np.load(path, allow_pickle=False) as stored:
-        splits = {name: Split(*(stored.get(f"{name}_{field.name}") for field in dataclasses.fields(Split)))
-                  for name in ("train", "val", "test")}
-        return MazeData(config, notes=stored["notes"].tolist(), **splits)
+    path = cache_path(config, "maze", FORMAT, min_path=least_path(config), styles=styles)
+    title = f"mazes ({config.data_file or config.source}, size {config.size})"
+    return MazeData(config, **prepared(path, title, lambda: build(config, styles), Split))
 
 
-def _batch(inputs, labels):
-    """Tokens (B, T) -> the dict that models take; the tasks of one puzzle kind share identifier 0."""
-    return dict(inputs=inputs.astype(np.int64), labels=labels.astype(np.int64),
-                puzzle_identifiers=np.zeros(len(inputs), np.int64))
+class MazeData(PuzzleData):
+    """Mazes for a training script, see PuzzleData; train, val and test are of class Split."""
 
+    kind = "maze"
 
-class MazeData:
-    """The splits train, val and test (Split), and what a training script asks of a data set."""
-
-    tokenizer = None  # mazes are no text
-    longest = 0  # all have seq_len cells
-
-    def __init__(self, config, train=None, val=None, test=None, notes=()):
-        self.config, self.train, self.val, self.test, self.notes = config, train, val, test, list(notes)
+    def __init__(self, config, **splits):
+        super().__init__(config, **splits)
         self.size = config.size
 
     @property
@@ -292,56 +237,26 @@ class MazeData:
         """What a model has to know."""
         return dict(vocab_size=len(TOKENS), seq_len=self.size**2, num_puzzle_identifiers=1, box_rows=0, box_cols=0)
 
-    def state(self):
-        """What must travel with a model's weights: nothing, the tokens are fixed."""
-        return {}
-
-    def summary(self):
-        """Readable lines: where the mazes come from, and how many, how hard and which they are (a hash) per split."""
+    def origin(self):
         c = self.config
         origin = c.data_file or (f"generated in style {c.styles}, paths of more than {least_path(c)} moves"
                                  if c.source == "generate" else c.source)
-        lines = [f"maze: {origin}, size {c.size}x{c.size}, seed {c.data_seed}"
-                 + (f", test split from {c.test_file}" if c.test_file else "")]
-        for name in ("train", "val", "test"):
-            split = getattr(self, name)
-            line = f"{name}: {len(split):,} original mazes"
-            if name == "train":
-                line += ", a random symmetry of each every epoch" if c.augment else ", not augmented"
-            if len(split):
-                line += (f" | walls {100 * (split.inputs == WALL).mean():.1f}% | shortest path {split.moves.min()} to "
-                         f"{split.moves.max()} moves, mean {split.moves.mean():.1f}")
-            lines.append(f"{line} | sha256 {content_hash(split.inputs, split.labels)[:12]}")
-        return lines + self.notes
+        return f"maze: {origin}, size {c.size}x{c.size}"
 
-    def train_batch(self, index, batch_size, seed):
-        """Batch `index` of training: a dict of inputs, labels (B, T) int64 and puzzle_identifiers (B,) int64, all 0.
+    def hardness(self, split):
+        return (f"walls {100 * (split.inputs == WALL).mean():.1f}% | shortest path {split.moves.min()} to "
+                f"{split.moves.max()} moves, mean {split.moves.mean():.1f}")
 
-        A pure function of its arguments, so that a resumed run needs only its step.
-        """
-        rows = epoch_rows(len(self.train), index, batch_size, seed)
-        inputs, labels = self.train.inputs[rows], self.train.labels[rows]
-        if self.config.augment:
-            cells = inputs.reshape(-1, self.size, self.size)
-            inputs = random_symmetries(cells, np.random.default_rng([seed, 1, index])).reshape(inputs.shape)
-            labels = label(inputs)[0]
-        return _batch(inputs, labels)
-
-    def eval_batches(self, split_name, batch_size):
-        """Iterate over a split, "train", "val" or "test", in order and not augmented; the last batch may be short."""
-        split = getattr(self, split_name)
-        for start in range(0, len(split), batch_size):
-            yield _batch(split.inputs[start:start + batch_size], split.labels[start:start + batch_size])
+    def symmetric(self, inputs, labels, rng):
+        cells = random_symmetries(inputs.reshape(-1, self.size, self.size), rng)
+        inputs = cells.reshape(inputs.shape)
+        return inputs, label(inputs)[0]  # the rule chooses another path in a mirrored maze
 
     def grade(self, inputs, labels, answers):
         """Beside equality with the label: shortest_path, is the answer any shortest path? (B, T) tensors -> name ->
         (B,) float tensor."""
         right = shortest(*(tokens.numpy() for tokens in (inputs, labels, answers)))
         return {"shortest_path": torch.from_numpy(right).float()}
-
-    def groups(self):
-        """The test rows by style, or by the source that a file names: label -> [mask (N,) bool]."""
-        return by_source(self.test.source)
 
     def parse(self, text):
         """A maze as a string, on one line or several, or the path of a file of mazes -> tokens (B, T) int64.

@@ -14,19 +14,18 @@ Published set: https://huggingface.co/datasets/sapientinc/sudoku-extreme, about 
 puzzles (terms of use: see there). Its rows are drawn at random and checked when drawn; of a file of yours every row is.
 Written to data_dir: sudoku-<key>.npz, where the key hashes every setting that matters, and the downloads.
 """
-import dataclasses
 import os
 from dataclasses import dataclass
-from typing import Literal, Optional
+from typing import Literal
 
 import numpy as np
 
-from data.common import (atomic_write, by_source, check_published, content_hash, download, epoch_rows, file_hash,
-                         parse_table, read_lines, report_bad_rows)
+from data.common import read_lines, report_bad_rows
+from data.puzzles import (PuzzleData, PuzzleSplit, cache_path, divide, drop_equal, fetch_published, parse_table,
+                          prepared, validate_numbers)
 from data.sudoku_solver import augment, first_equal, generate, geometry, rate, solve
 
 FORMAT = 2  # part of the cache key: raise it when the prepared files change
-PUBLISHED = "https://huggingface.co/datasets/sapientinc/sudoku-extreme/resolve/main/"
 FEWEST_CLUES = {(2, 2): 4, (2, 3): 8, (3, 2): 8, (2, 4): 14, (4, 2): 14, (3, 3): 17}  # a unique puzzle has no fewer
 
 
@@ -144,9 +143,7 @@ def read_puzzles(path, box, bad_rows="error"):
 
 def published(name, number, box, config, rng):
     """`number` random rows (-1 = all) of the published train.csv or test.csv, checked, as a Split in random order."""
-    path = os.path.join(config.data_dir, f"sudoku-extreme-{name}.csv")
-    download(f"{PUBLISHED}{name}.csv", path, check_published,
-             hint="fetch it elsewhere and name it with --data_file (and --test_file), or use --source generate")
+    path = fetch_published("sudoku-extreme", name, config.data_dir)
     lines = read_lines(path)
     order = 1 + rng.permutation(len(lines) - 1)[:number if number >= 0 else None]
     rows = parse_table(lines[:1] + [lines[i] for i in order], path)
@@ -157,15 +154,9 @@ def published(name, number, box, config, rng):
 # Splits: prepared once, cached.
 
 @dataclass
-class Split:
+class Split(PuzzleSplit):
     """inputs, labels (N, T) uint8 tokens; source (N,) str, or None where the file names none; guesses (N,) int64."""
-    inputs: np.ndarray
-    labels: np.ndarray
-    source: Optional[np.ndarray]
     guesses: np.ndarray
-
-    def __len__(self):
-        return len(self.inputs)
 
     @classmethod
     def of(cls, puzzles, solutions, guesses, source=None):
@@ -176,11 +167,6 @@ class Split:
     def digits(self):
         """(puzzles, solutions), (N, T) uint8 digits with 0 = blank."""
         return self.inputs - np.uint8(1), self.labels - np.uint8(1)
-
-    def take(self, rows):
-        """The given rows (an index array or a slice) as a new Split."""
-        return Split(self.inputs[rows], self.labels[rows], None if self.source is None else self.source[rows],
-                     self.guesses[rows])
 
 
 def validate(config):
@@ -195,11 +181,7 @@ def validate(config):
                          "for minimal puzzles")
     if config.guesses < 0 and config.guesses != -1:
         raise ValueError(f"guesses {config.guesses:g} is not a mean: give 0 or more, or -1 for whatever comes")
-    least = {"num_train": 1 if generated else -1, "num_val": 0, "data_seed": 0,
-             "num_test": 0 if generated or config.data_file else -1}
-    for name, smallest in least.items():
-        if getattr(config, name) < smallest:
-            raise ValueError(f"{name} {getattr(config, name)} is too small: give {smallest} or more")
+    validate_numbers(config)
     return box
 
 
@@ -223,29 +205,9 @@ def build(config, box):
             num_test = 0
         spare = 200  # some puzzles may equal one of the test split
         pool, more = published("train", num_train + num_val + spare if num_train > 0 else -1, box, config, rng)
-    pool, dropped = drop_equal(pool, test, box)
-    ends = np.cumsum([num_test, num_val, num_train if num_train > 0 else len(pool)])
-    if len(pool) <= ends[1]:
-        raise ValueError(f"{len(pool):,} different puzzles are too few to test on {num_test:,}, validate on {num_val:,}"
-                         " and train on the rest: lower --num_test and --num_val, or give a larger file")
-    first, val, train = (pool.take(slice(start, end)) for start, end in zip([0, *ends], ends))
-    return {"train": train, "val": val, "test": first if test is None else test}, notes + more + dropped
-
-
-def drop_equal(pool, test, box):
-    """Drop from `pool` what equals, up to symmetry, a puzzle of `test` (Split or None) or an earlier one of its own.
-
-    Returns (pool, notes: a line about what was dropped, if anything).
-    """
-    puzzles, solutions = pool.digits
-    num_test = 0 if test is None else len(test)
-    if num_test:
-        puzzles, solutions = (np.concatenate(pair) for pair in zip(test.digits, pool.digits))
-    first = first_equal(puzzles, solutions, box)[num_test:]
-    in_test, keep = first < num_test, first == np.arange(num_test, len(puzzles))
-    repeated = len(pool) - int(in_test.sum()) - int(keep.sum())
-    notes = [f"dropped up to symmetry: {in_test.sum():,} equal to a test puzzle, {repeated:,} equal to an earlier one"]
-    return pool.take(np.flatnonzero(keep)), [] if keep.all() else notes
+    pool, dropped = drop_equal(pool, test, lambda inputs, labels: first_equal(inputs - 1, labels - 1, box),
+                               "{:,} equal to a test puzzle, {:,} equal to an earlier one")
+    return divide(pool, num_test, num_val, num_train or -1, test), notes + more + dropped  # of a file, 0 is all, too
 
 
 def load(config, prepare=True, saved=None):
@@ -254,43 +216,20 @@ def load(config, prepare=True, saved=None):
     prepare False: no splits, which is enough to parse, draw and judge puzzles. saved is not needed: see state().
     """
     if not prepare:
-        return SudokuData(config, parse_box(config.box))
+        return SudokuData(config)
     box = validate(config)
-    fields = dataclasses.asdict(config)
-    for name in ("data_dir", "augment", "data_file", "test_file"):  # files count by what is in them, not by their name
-        del fields[name]
-    fields["guesses"] = float(config.guesses)  # -1 and -1.0 are one setting
-    files = [path and file_hash(path) for path in (config.data_file, config.test_file)]
-    key = content_hash(FORMAT, sorted(fields.items()), files)[:16]
-    path = os.path.join(config.data_dir, f"sudoku-{key}.npz")
-    if not os.path.exists(path):
-        print(f"preparing sudoku puzzles ({config.data_file or config.source}, box {config.box}) -> {path}", flush=True)
-        splits, notes = build(config, box)
-        arrays = {f"{name}_{field.name}": getattr(split, field.name) for name, split in splits.items()
-                  for field in dataclasses.fields(Split) if getattr(split, field.name) is not None}
-        with atomic_write(path) as file:
-            np.savez(file, notes=np.array(notes, str), **arrays)
-    with np.load(path, allow_pickle=False) as stored:
-        splits = {name: Split(*(stored.get(f"{name}_{field.name}") for field in dataclasses.fields(Split)))
-                  for name in ("train", "val", "test")}
-        return SudokuData(config, box, notes=stored["notes"].tolist(), **splits)
+    path = cache_path(config, "sudoku", FORMAT, guesses=float(config.guesses))  # -1 and -1.0 are one setting
+    title = f"sudoku puzzles ({config.data_file or config.source}, box {config.box})"
+    return SudokuData(config, **prepared(path, title, lambda: build(config, box), Split))
 
 
-def _batch(inputs, labels):
-    """Tokens (B, T) uint8 or int64 -> the dict that models take; the tasks of one puzzle kind share identifier 0."""
-    return dict(inputs=inputs.astype(np.int64), labels=labels.astype(np.int64),
-                puzzle_identifiers=np.zeros(len(inputs), np.int64))
+class SudokuData(PuzzleData):
+    """Sudoku for a training script, see PuzzleData; train, val and test are of class Split."""
 
-
-class SudokuData:
-    """The splits train, val and test (Split), and what a training script asks of a data set."""
-
-    tokenizer = grade = None  # puzzles are no text, and their labels are unique
-    longest = 0  # all have seq_len cells
-
-    def __init__(self, config, box, train=None, val=None, test=None, notes=()):
-        self.config, self.box, self.train, self.val, self.test, self.notes = config, box, train, val, test, list(notes)
-        self.side, self.cells = geometry(box).side, geometry(box).cells
+    def __init__(self, config, **splits):
+        super().__init__(config, **splits)
+        self.box = parse_box(config.box)
+        self.side, self.cells = geometry(self.box).side, geometry(self.box).cells
         self.vocab_size = self.side + 2  # pad, blank, digits
 
     @property
@@ -299,47 +238,17 @@ class SudokuData:
         return dict(vocab_size=self.vocab_size, seq_len=self.cells, num_puzzle_identifiers=1, box_rows=self.box[0],
                     box_cols=self.box[1])
 
-    def state(self):
-        """What must travel with a model's weights: nothing, the tokens are fixed."""
-        return {}
-
-    def summary(self):
-        """Readable lines: where the puzzles come from, and how many, how hard and which they are (a hash) per split."""
+    def origin(self):
         c = self.config
         origin = c.data_file or (f"generated, {c.clues or 'minimal'} clues" if c.source == "generate" else c.source)
-        lines = [f"sudoku: {origin}, box {c.box} ({self.side}x{self.side} boards), seed {c.data_seed}"
-                 + (f", test split from {c.test_file}" if c.test_file else "")]
-        for name in ("train", "val", "test"):
-            split = getattr(self, name)
-            line = f"{name}: {len(split):,} original puzzles"
-            if name == "train":
-                line += ", a random symmetry of each every epoch" if c.augment else ", not augmented"
-            if len(split):
-                line += (f" | clues mean {np.count_nonzero(split.inputs > 1) / len(split):.1f} | guesses mean "
-                         f"{split.guesses.mean():.2f}, {100 * (split.guesses == 0).mean():.1f}% without any")
-            lines.append(f"{line} | sha256 {content_hash(split.inputs, split.labels)[:12]}")
-        return lines + self.notes
+        return f"sudoku: {origin}, box {c.box} ({self.side}x{self.side} boards)"
 
-    def train_batch(self, index, batch_size, seed):
-        """Batch `index` of training: a dict of inputs, labels (B, T) int64 and puzzle_identifiers (B,) int64, all 0.
+    def hardness(self, split):
+        return (f"clues mean {np.count_nonzero(split.inputs > 1) / len(split):.1f} | guesses mean "
+                f"{split.guesses.mean():.2f}, {100 * (split.guesses == 0).mean():.1f}% without any")
 
-        A pure function of its arguments, so that a resumed run needs only its step.
-        """
-        rows = epoch_rows(len(self.train), index, batch_size, seed)
-        inputs, labels = self.train.inputs[rows], self.train.labels[rows]
-        if self.config.augment:
-            inputs, labels = augment(inputs, labels, self.box, np.random.default_rng([seed, 1, index]))
-        return _batch(inputs, labels)
-
-    def eval_batches(self, split_name, batch_size):
-        """Iterate over a split, "train", "val" or "test", in order and not augmented; the last batch may be short."""
-        split = getattr(self, split_name)
-        for start in range(0, len(split), batch_size):
-            yield _batch(split.inputs[start:start + batch_size], split.labels[start:start + batch_size])
-
-    def groups(self):
-        """The test rows by source, where the file names any: label -> [mask (N,) bool]."""
-        return by_source(self.test.source)
+    def symmetric(self, inputs, labels, rng):
+        return augment(inputs, labels, self.box, rng)
 
     def parse(self, text):
         """A puzzle as a string, or the path of a file of puzzles -> tokens (B, T) int64.

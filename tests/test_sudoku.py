@@ -9,7 +9,7 @@ import urllib.request
 import numpy as np
 import pytest
 
-from data import common, sudoku
+from data import common, puzzles, sudoku
 from data.sudoku import SudokuConfig, load, read_puzzles
 from data.sudoku_solver import (augment, canonical, dig, fill, first_equal, generate, geometry, random_symmetries, rate,
                                 signature, solve, transform)
@@ -477,6 +477,6 @@ def test_a_quote_that_is_not_closed_swallows_no_row(tmp_path):
     path = tmp_path / "x.csv"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     with pytest.raises(ValueError, match="line 2"):
-        common.parse_table(common.read_lines(path), path)
+        puzzles.parse_table(common.read_lines(path), path)
     path.write_text('puzzle,source\n"1..,a\n....,b\n', encoding="utf-8")
-    assert [row.line for row in common.parse_table(common.read_lines(path), path)] == [2, 3]
+    assert [row.line for row in puzzles.parse_table(common.read_lines(path), path)] == [2, 3]
