@@ -443,8 +443,8 @@ class ArcData:
         if tests is None:
             raise ValueError(f"{text!r} is neither the id of a task in --sets {self.config.sets} nor a file; give one")
         if (most := max(max(pair[0].shape) for pair in tests)) > self.config.board:
-            raise ValueError(f"{text}: has an input of {most} rows or columns, but --board is {self.config.board}; give "
-                             "a smaller one, or a model that was trained on a larger board")
+            raise ValueError(f"{text}: has an input of {most} rows or columns, but --board is {self.config.board}; "
+                             "give a smaller one, or a model that was trained on a larger board")
         return np.stack([encode(pair[0], side=self.config.board) for pair in tests]).astype(np.int64)
 
     def problem(self, inputs):

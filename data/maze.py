@@ -174,7 +174,7 @@ def validate(config):
 def made(number, config, styles, seed, avoid):
     """`number` generated mazes whose layouts are none of `avoid`, as a Split."""
     free, start, goal, source = generate(number, config.size, least_path(config), styles, seed, avoid)
-    inputs, rows = np.where(free, OPEN, WALL).astype(np.uint8).reshape(number, -1), np.arange(number)
+    inputs, rows = np.where(free, OPEN, WALL).astype(np.uint8).reshape(number, config.size**2), np.arange(number)
     inputs[rows, start], inputs[rows, goal] = START, GOAL
     labels, moves = label(inputs)
     return Split(inputs, labels, source, moves)

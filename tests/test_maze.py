@@ -414,6 +414,7 @@ def test_published_set_is_downloaded_once_and_used_whole(tmp_path, monkeypatch):
     assert (len(data.train), len(data.val), len(data.test)) == (8, 3, 8)
     assert "1 with the walls of a test maze" in "\n".join(data.summary()) and set(data.val.source) == {"scatter"}
     assert len(load(config(tmp_path, num_test=5, **options)).test) == 5
+    assert not len(load(config(tmp_path, **options | {"num_val": 0})).val)
     assert len(calls) == 2 and all(url.startswith("https://huggingface.co/datasets/sapientinc/maze-") for url in calls)
     monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout: Response(b"<html>log in</html>"))
     message = reject(load, config(tmp_path, data_dir=str(tmp_path / "other"), **options))
