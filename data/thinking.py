@@ -197,7 +197,7 @@ def print_residuals(model, batches, autocast, segments, baseline=None, plot=""):
         values = {level: {blocks: value for blocks, _, of, value in found if of == level}
                   for level in "LH" if level in model.config.updates}
         if baseline is not None:
-            rounds = max(1, round(segments * depth / baseline.config.depth))
+            rounds = max(1, round(segments * depth / baseline.config.depth))  # its segments may be few and long
             values["recurrent"] = {blocks: value for blocks, _, _, value in residuals(baseline, puzzles, rounds)}
         dtype = str(model.compute_dtype()).removeprefix("torch.")
     rows = [(blocks, -(-blocks // depth), *(of.get(blocks, np.nan) for of in values.values()))
