@@ -80,7 +80,7 @@ import modr
 from data import arc, arc_vote, arith, chat, maze, selection, sudoku, text
 from data import math as math_sets
 from data.common import atomic_write
-from data.show import means, print_scores, print_table, show_thinking, write_text
+from data.show import check_plot, means, print_scores, print_table, show_thinking, write_text
 from data.tokenizer import chat_template, huggingface_tokenizer
 
 
@@ -847,7 +847,7 @@ def check_uses(c, argv):
         if not c.eval_only:
             raise UserError(f"--plot {c.plot} goes with --eval_only; add that")
         with user_errors():
-            selection.check_plot(c.plot)
+            check_plot(c.plot)
     if sum(map(bool, (c.eval_only, c.solve, c.sample, c.export))) > 1:
         raise UserError("more than one of --eval_only, --solve, --sample and --export; give one at a time")
 

@@ -18,10 +18,8 @@ import copy
 import dataclasses
 import functools
 import math
-import os
 import shutil
 import statistics
-import tempfile
 import time
 import unicodedata
 
@@ -30,7 +28,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from data.common import atomic_write
-from data.show import PLAIN, in_color
+from data.show import PLAIN, check_plot, in_color, print_rows
 
 IGNORE = -100  # the label of a token that is not scored
 PAPER_RATIOS, PAPER_ADDED = (0.178, 0.242), 6.27  # share selected, least and most of all layers; per cent of FLOPs
@@ -325,24 +323,6 @@ def _wrapped(pieces, width):
 # ---- the figure
 
 
-def check_plot(path):
-    """ValueError, one line, if a figure cannot be written to `path` or not be drawn: to know before the long work."""
-    if not path.endswith(".png"):
-        raise ValueError(f"--plot {path}: give the name of a .png file")
-    folder = os.path.dirname(os.path.abspath(path))
-    try:
-        os.makedirs(folder, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-        if os.path.isdir(path):
-            raise IsADirectoryError(None, "it is a folder")
-    except OSError as error:
-        raise ValueError(f"--plot {path}: cannot be written ({error.strerror}); name a file elsewhere") from None
-    try:
-        import matplotlib.figure  # noqa: F401  (drawing is optional, so is the package)
-    except ImportError:
-        raise ValueError("--plot needs matplotlib: pip install matplotlib") from None
-
-
 def draw(path, model, found, flops):
     """Write the figure of four panels. flops: "k_target" or "measured" (ratios) -> rows of added_flops."""
     from matplotlib.figure import Figure
@@ -434,21 +414,21 @@ def _print_tables(model, found):
     columns = np.stack([found.ratio, tau, beta, found.mean, found.sd], axis=1)  # (L, 5)
     print(f"\nselection on {len(found.count):,} tokens, k_target {config.k_target:g} (paper: ratios {low} to {high})")
     rows = [(str(layer), *row) for layer, row in zip(config.nested, columns.tolist())]
-    _print("layer", ["ratio", "tau", "beta", "mean p", "sd p"], rows + [("mean", *columns.mean(axis=0).tolist())])
+    print_rows("layer", ["ratio", "tau", "beta", "mean p", "sd p"], rows + [("mean", *columns.mean(axis=0).tolist())])
     power = config.block_size.bit_length() - 1
     lengths = [2**n for n in range(max(0, power - 3), power + 1)]
     flops = {"k_target": added_flops(model, lengths), "measured": added_flops(model, lengths, found.ratio)}
     print(f"\nFLOPs that nested passes add to a forward pass, in % (paper: {PAPER_ADDED}, length not named), by the\n"
           "formula, where a query meets half of the keys, and counted, where it meets all")
-    _print("tokens", [f"{way}, {name}" for name in flops for way in ("formula", "counted")],
-           [(f"{a[0]:,}", *a[1:], *b[1:]) for a, b in zip(*flops.values())], digits=2)
+    print_rows("tokens", [f"{way}, {name}" for name in flops for way in ("formula", "counted")],
+               [(f"{a[0]:,}", *a[1:], *b[1:]) for a, b in zip(*flops.values())], digits=2)
     return flops
 
 
 def _print_speed(speeds):
     print("\ntokens per second")
-    _print("", ["depth 1", "depth 2", "depth 2 / depth 1"],
-           [(name, f"{at[1]:,.0f}", f"{at[2]:,.0f}", at[2] / (at[1] or math.nan)) for name, at in speeds.items()])
+    print_rows("", ["depth 1", "depth 2", "depth 2 / depth 1"],
+               [(name, f"{at[1]:,.0f}", f"{at[2]:,.0f}", at[2] / (at[1] or math.nan)) for name, at in speeds.items()])
 
 
 def _print_entropy(found):
@@ -461,21 +441,10 @@ def _print_entropy(found):
         for label, values in (f"entropy, {name}", entropy), (f"change, {name} to depth 2", change):
             rows.append((label, *correlation(found.count, values),
                          *correlation(found.count[found.scored], values[found.scored])))
-    _print("", ["Pearson", "Spearman", "of labelled ones: Pearson", "Spearman"], rows)
+    print_rows("", ["Pearson", "Spearman", "of labelled ones: Pearson", "Spearman"], rows)
     print("\nentropy by the number of layers that select a token")
     heads = [head for name in found.before for head in (f"entropy, {name}", "change")]
-    _print("layers", ["tokens", "share", *heads],
-           [(label, f"{tokens:,}", tokens / len(found.count), *means)
-            for label, _, tokens, *means in by_count(found, len(found.ratio))])
+    print_rows("layers", ["tokens", "share", *heads],
+               [(label, f"{tokens:,}", tokens / len(found.count), *means)
+                for label, _, tokens, *means in by_count(found, len(found.ratio))])
     print()
-
-
-def _print(title, heads, rows, digits=4):
-    """A table: a line per row (label, *values), numbers with `digits` decimals, - for nan, texts as they are."""
-    cells = [["-" if value != value else value if isinstance(value, str) else f"{value:.{digits}f}"
-              for value in values] for _, *values in rows]
-    width = max(len(title), *(len(label) for label, *_ in rows))
-    wide = [max(8, *(len(row[i]) for row in [heads, *cells])) + 2 for i in range(len(heads))]
-    print(f"  {title:{width}}" + "".join(f"{head:>{w}}" for head, w in zip(heads, wide)))
-    for (label, *_), row in zip(rows, cells):
-        print(f"  {label:{width}}" + "".join(f"{cell:>{w}}" for cell, w in zip(row, wide)))

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 
 import numpy as np
 import torch
@@ -54,11 +55,47 @@ def print_table(title, columns, groups):
         print(f"  {label:{width}}" + "".join(f"{mean:>{wide}.4f}" for mean in means))
 
 
+def print_rows(title, heads, rows, digits=4):
+    """A table: a line per row (label, *values), numbers with `digits` decimals, - for nan, texts as they are."""
+    cells = [["-" if value != value else value if isinstance(value, str) else f"{value:.{digits}f}"
+              for value in values] for _, *values in rows]
+    width = max(len(title), *(len(label) for label, *_ in rows))
+    wide = [max(8, *(len(row[i]) for row in [heads, *cells])) + 2 for i in range(len(heads))]
+    print(f"  {title:{width}}" + "".join(f"{head:>{w}}" for head, w in zip(heads, wide)))
+    for (label, *_), row in zip(rows, cells):
+        print(f"  {label:{width}}" + "".join(f"{cell:>{w}}" for cell, w in zip(row, wide)))
+
+
+def check_plot(path):
+    """ValueError, one line, if a figure cannot be written to `path` or not be drawn: to know before the long work."""
+    if not path.endswith(".png"):
+        raise ValueError(f"--plot {path}: give the name of a .png file")
+    folder = os.path.dirname(os.path.abspath(path))
+    try:
+        os.makedirs(folder, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+        if os.path.isdir(path):
+            raise IsADirectoryError(None, "it is a folder")
+    except OSError as error:
+        raise ValueError(f"--plot {path}: cannot be written ({error.strerror}); name a file elsewhere") from None
+    try:
+        import matplotlib.figure  # noqa: F401  (drawing is optional, so is the package)
+    except ImportError:
+        raise ValueError("--plot needs matplotlib: pip install matplotlib") from None
+
+
 # ---- puzzles
 
 
 def show_thinking(model, data, inputs, labels, depth, act_eval, autocast):
     """Draw each puzzle's answer after every segment that changed it, and the verdict. inputs, labels (B, T) integer."""
+    for boards, verdict in thinking_boards(model, data, inputs, labels, depth, act_eval, autocast, in_color()):
+        print_side_by_side(boards)
+        print(f"{verdict}\n")
+
+
+def thinking_boards(model, data, inputs, labels, depth, act_eval, autocast, color):
+    """For each puzzle ([(title, board as text) of the puzzle and of every answer that is new], the verdict's line)."""
     with autocast():
         tokens = torch.as_tensor(inputs).to(next(model.parameters()).device)
         ids = data.identifiers(inputs) if hasattr(data, "identifiers") else None  # of puzzles that have their own
@@ -68,25 +105,30 @@ def show_thinking(model, data, inputs, labels, depth, act_eval, autocast):
     for i, puzzle in enumerate(inputs):
         path = answers[: segments[i], i]
         changed = [n for n in range(len(path)) if n == 0 or (path[n] != path[n - 1]).any()]
-        boards = [("the puzzle", data.draw(puzzle, puzzle, None, in_color()))]
+        boards = [("the puzzle", data.draw(puzzle, puzzle, None, color))]
         label = None if labels is None else labels[i]
-        boards += [(f"segment {n + 1}", data.draw(puzzle, path[n], label, in_color())) for n in changed]
-        print_side_by_side(boards)
+        boards += [(f"segment {n + 1}", data.draw(puzzle, path[n], label, color)) for n in changed]
         legal, verdict = data.verdict(puzzle, path[-1])
-        print(f"{'solved' if legal else 'not solved'}: {verdict} | {len(path)} segments, the last change in segment "
-              f"{changed[-1] + 1} | halting confidence {p_halt[len(path) - 1, i]:.3f}\n")
+        yield boards, (f"{'solved' if legal else 'not solved'}: {verdict} | {len(path)} segments, the last change in "
+                       f"segment {changed[-1] + 1} | halting confidence {p_halt[len(path) - 1, i]:.3f}")
 
 
 def print_side_by_side(boards):
     """boards: (title, text) pairs, of any size and maybe coloured; as many per row as the terminal holds."""
+    print("\n".join(side_by_side(boards, shutil.get_terminal_size((120, 24)).columns)))
+
+
+def side_by_side(boards, columns):
+    """Boards, as for print_side_by_side, in lines of at most `columns` characters, or of one board."""
     boards = [[title, *text.splitlines()] for title, text in boards]
     seen = [[len(re.sub("\033\\[[0-9;]*m", "", line)) for line in board] for board in boards]  # widths to the eye
     width = max(map(max, seen))
     boards = [[line + " " * (width - n) for line, n in zip(*both)] for both in zip(boards, seen)]
-    per_row = max(1, (shutil.get_terminal_size((120, 24)).columns + 3) // (width + 3))
+    per_row, lines = max(1, (columns + 3) // (width + 3)), []
     for start in range(0, len(boards), per_row):
         rows = itertools.zip_longest(*boards[start : start + per_row], fillvalue=" " * width)
-        print("\n".join("   ".join(lines) for lines in rows))
+        lines += ["   ".join(parts) for parts in rows]
+    return lines
 
 
 # ---- texts

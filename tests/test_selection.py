@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from data import selection
-from data.selection import (PLAIN, added_flops, by_count, check_plot, correlation, gather, print_selection,
-                            show_selected, throughput)
+from data.selection import (PLAIN, added_flops, by_count, correlation, gather, print_selection, show_selected,
+                            throughput)
+from data.show import check_plot
 from data.tokenizer import byte_tokenizer
 from dnd import DND, IGNORE, PRESETS, DNDConfig
 
