@@ -77,7 +77,7 @@ import dnd
 import hrm
 import huginn
 import modr
-from data import arc, arc_vote, arith, chat, maze, selection, sudoku, text
+from data import arc, arc_vote, arith, chat, maze, selection, study, sudoku, text, thinking
 from data import math as math_sets
 from data.common import atomic_write
 from data.show import check_plot, means, print_scores, print_table, show_thinking, write_text
@@ -96,7 +96,9 @@ class TrainConfig:
     solve: str = ""  # a puzzle, or a file of puzzles, to solve with a checkpoint
     sample: str = ""  # a text to write on from with a checkpoint
     export: str = ""  # a file to write a checkpoint's --branch to, merged into the model that it goes on
-    plot: str = ""  # a .png file to draw to, where --eval_only has something to draw (dnd)
+    analysis: Literal[("", *thinking.ANALYSES, *study.STUDIES)] = ""  # of a trained hrm; depth, modules: trained for it
+    baseline: str = ""  # a run to compare with in --analysis residual: of a plain recurrent network (--L_layers 0)
+    plot: str = ""  # a .png file to draw to, where --eval_only (dnd) or --analysis has something to draw
     stop: str = ""  # special tokens that end a text, separated by commas; empty = the tokenizer's end of text
     # machine
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
@@ -177,6 +179,10 @@ DATA_RECIPES = {  # what is different on other data than the model's first
     ("hrm", "nano", "maze"): dict(batch_size=32, max_steps=10000, decay_steps=10000, eval_interval=1000),
     ("hrm", "paper", "maze"): dict(size=30, source="hard-1k", augment=False, lr=1e-4, batch_size=768, grad_accum=16,
                                    max_steps=26000),
+    ("hrm", "nano", "arc"): dict(board=8, num_augments=50, arc_augments=50, puzzle_emb_ndim=128, puzzle_emb_lr=1e-2,
+                                 puzzle_emb_weight_decay=0.1),
+    ("hrm", "paper", "arc"): dict(puzzle_emb_lr=1e-2, puzzle_emb_weight_decay=0.1, lr=1e-4, weight_decay=0.1,
+                                  batch_size=768, grad_accum=16, max_steps=500000, eval_interval=10000),
 }
 NANO = dict(time_limit=15, grad_clip=1.0, ema=0.99, eval_batch_size=400)
 for size in dnd.PRESETS:
@@ -189,7 +195,9 @@ TUNING = dict(batch_size=16, grad_accum=16, lr=1e-5, warmup_steps=50, max_steps=
               eval_batch_size=16)  # of a language model from a Hugging Face folder
 TUNING_OF = {"dnd": dict(lr=5e-6, last_lr=0.2, grad_clip=1.0)}  # in which a model differs; these are the paper's
 # fields that belong to one call and are not taken from a checkpoint
-OF_THIS_CALL = ("init_from", "out_dir", "eval_only", "solve", "sample", "export", "plot", "stop", "device")
+OF_THIS_CALL = ("init_from", "out_dir", "eval_only", "solve", "sample", "export", "analysis", "baseline", "plot",
+                "stop", "device")
+OF_THE_DATA = ("vocab_size", "seq_len", "num_puzzle_identifiers", "box_rows", "box_cols")  # model settings it decides
 LOG_EVERY = 10  # steps between looks at the metrics: each look waits for the device
 
 
@@ -310,7 +318,7 @@ def nearest_preset(path, model):
 
 def only_uses(c):
     """Whether a checkpoint is to be used rather than trained."""
-    return bool(c.eval_only or c.solve or c.sample or c.export)
+    return bool(c.eval_only or c.solve or c.sample or c.export or c.analysis in thinking.ANALYSES)
 
 
 def parse_depths(text):
@@ -419,7 +427,7 @@ def check_saved(saved, known, path):
 
 def check_fit(model_config, data, path):
     """A checkpoint and the data must agree on tokens, cells and ids; a text's tokens may be fewer, its rows shorter."""
-    for name in ("vocab_size", "seq_len", "num_puzzle_identifiers", "box_rows", "box_cols"):
+    for name in OF_THE_DATA:
         ours, theirs = getattr(model_config, name, None), data.model_args.get(name)
         fewer = name == "vocab_size" and data.tokenizer and theirs <= ours
         if name == "vocab_size" and os.path.isdir(path) and theirs > ours:
@@ -843,19 +851,26 @@ def check_uses(c, argv):
         if not getattr(c, flag) and any(word.split("=")[0] == f"--{flag}" for word in argv):
             give = dict(solve="a puzzle, or a file of them", sample="the beginning of a text", export="a file's name")
             raise UserError(f"--{flag} is empty; give {give[flag]}")
+    if c.analysis and not hasattr(MODELS[c.model][0], "updates"):
+        raise UserError(f"--analysis {c.analysis}: is made for --model hrm; what there is of a {c.model}, --eval_only "
+                        "tells")
+    if c.baseline and c.analysis != "residual":
+        raise UserError(f"--baseline {c.baseline} goes with --analysis residual; add that")
     if c.plot:
-        if not c.eval_only:
-            raise UserError(f"--plot {c.plot} goes with --eval_only; add that")
+        if not (c.eval_only or c.analysis):
+            raise UserError(f"--plot {c.plot} goes with --eval_only or --analysis; add one")
         with user_errors():
             check_plot(c.plot)
-    if sum(map(bool, (c.eval_only, c.solve, c.sample, c.export))) > 1:
-        raise UserError("more than one of --eval_only, --solve, --sample and --export; give one at a time")
+    if sum(map(bool, (c.eval_only, c.solve, c.sample, c.export, c.analysis))) > 1:
+        raise UserError("more than one of --eval_only, --solve, --sample, --export and --analysis; give one at a time")
 
 
 def run(argv):
     """Do what the flags say. Returns the name of the signal that stopped a training, or None."""
     c, model_config, use, data_config, path = parse(argv)
     check_uses(c, argv)
+    if c.analysis in study.STUDIES:
+        return compare(argv, c, model_config)
     if path is None and c.model in BASES:
         if stopped := train_base(c, model_config, data_config):
             return stopped
@@ -886,13 +901,15 @@ def run(argv):
     if c.export:
         return export(configs, model, data)
     print("\n".join(data.summary()))
-    for split in ("test",) if c.eval_only else ("train", "val", "test"):
+    for split in ("test",) if only_uses(c) else ("train", "val", "test"):
         if not len(getattr(data, split)):
             raise UserError(f"the {split} split is empty, but it is needed; see --num_{split}, or --{split}_fraction")
     check_rows(c, model, data)
     use_options(c, use, data)  # an unknown --stop is told before the work
     if c.eval_only:
         return score(c, use, model, data, machine, path)
+    if c.analysis:
+        return analyse(c, model, data, machine)
     with user_errors():
         os.makedirs(folder, exist_ok=True)
     c.init_from = c.init_from if c.init_from == "resume" else path or "scratch"  # a checkpoint tells what it began as
@@ -983,6 +1000,56 @@ def score(c, use, model, data, machine, path):
         with user_errors():
             base = model_before(c, path, machine)
             selection.print_selection(model.eval(), data, batches, machine.autocast, base, c.plot)
+
+
+def analyse(c, model, data, machine):
+    """The table, and with --plot the figure, of one analysis of a trained model."""
+    def batches():
+        return (to_device(batch, machine.device) for batch in data.eval_batches("test", c.eval_batch_size))
+
+    with user_errors():
+        baseline = type(model).load_pretrained(c.baseline).to(machine.device).eval() if c.baseline else None
+        thinking.print_analysis(c.analysis, model.eval(), data, batches, machine.autocast, parse_depths(c.depths),
+                                baseline, c.plot)
+
+
+def compare(argv, c, model_config):
+    """Train the networks that a study compares, as far as they are not trained yet, and print its table.
+
+    Each is a run of this script with the flags of the call, in a folder of its own. Returns the signal that stopped one
+    of them, or None.
+    """
+    folder = c.out_dir or os.path.join("out", f"{c.model}-{c.data}-{c.analysis}")
+    results, networks = [], study.variants(c.analysis, model_config)
+    for i, (name, fields) in enumerate(networks.items()):
+        run_folder = os.path.join(folder, name)
+        last = os.path.join(run_folder, "last.pt")
+        flags = ["--time_limit", "-1", *argv, "--analysis", "", "--plot", "", "--out_dir", run_folder]  # equal steps
+        flags += [word for field, value in fields.items() for word in (f"--{field}", str(value))]
+        if os.path.exists(last):
+            check_same(last, *parse(flags)[:-1])
+        if not os.path.exists(last) or unfinished(last):
+            print(f"\n{name}, network {i + 1} of {len(networks)}, in {run_folder}\n", flush=True)
+            how = "resume" if os.path.exists(last) else "scratch"
+            if stopped := run([*flags, "--init_from", how]):
+                return stopped
+        *configs, path = parse([*flags, "--eval_only"])
+        machine = Machine(pick_device(configs[0].device), *pick_dtype(configs[0].dtype, pick_device(configs[0].device)))
+        data, model = build(configs, path)
+        model.to(machine.device)
+        scores = evaluate(model, data, "test", configs[0], configs[2], machine, parse_depths(configs[0].depths))
+        results.append(study.Result(name, sum(p.numel() for p in model.parameters()), model.config.depth, scores))
+    study.print_study(results, c.plot)
+
+
+def check_same(last, *configs):
+    """UserError if a run was trained with other flags than those of this call."""
+    saved = read_checkpoint(last)
+    for name, config in zip(("config", "model_config", "use_config", "data_config"), configs):
+        for field, value in asdict(config).items():
+            if field not in OF_THIS_CALL + OF_THE_DATA and saved[name].get(field) != value:
+                raise UserError(f"{last} was trained with --{field} {saved[name].get(field)}, not {value}; give that, "
+                                "or another folder with --out_dir")
 
 
 def model_before(c, path, machine):

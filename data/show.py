@@ -1,4 +1,4 @@
-"""What a user sees of a model's work: tables of scores, boards side by side, texts as they are written."""
+"""What a user sees of a model's work: tables, curves, boards side by side, texts as they are written."""
 import contextlib
 import itertools
 import os
@@ -9,6 +9,8 @@ import tempfile
 
 import numpy as np
 import torch
+
+from data.common import atomic_write
 
 TINT, DIM, PLAIN = "\033[32m", "\033[2m", "\033[0m"
 
@@ -82,6 +84,29 @@ def check_plot(path):
         import matplotlib.figure  # noqa: F401  (drawing is optional, so is the package)
     except ImportError:
         raise ValueError("--plot needs matplotlib: pip install matplotlib") from None
+
+
+def draw_lines(path, lines, mark=None, base=None, **labels):
+    """Write a figure of lines, label -> (x values, y values, style).
+
+    mark: an x at which training is. base: of the logarithm that x is shown by. labels: what else axes are to be told.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for label, (x, y, style) in lines.items():
+        axes.plot(x, y, style, label=label)
+    if mark is not None:
+        axes.axvline(mark, color="gray", linestyle="--", label="in training")
+    if base is not None:
+        axes.set_xscale("log", base=base)
+        axes.xaxis.set_major_formatter("{x:g}")
+    axes.set(**labels)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    with atomic_write(path) as file:
+        figure.savefig(file, format="png", dpi=120)
 
 
 # ---- puzzles

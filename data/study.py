@@ -17,7 +17,7 @@ puzzles take several segments, fewer of them are seen.
 
 from dataclasses import dataclass
 
-from data.common import atomic_write
+from data.show import draw_lines, print_rows
 
 STUDIES = ("depth", "modules")
 DEPTHS = (2, 4, 8, 16)  # blocks of the plain and of the recurrent network
@@ -57,33 +57,22 @@ class Result:
 
 
 def print_study(results, plot=""):
-    """Print a line for each network and number of segments; plot: a .png file to draw to, "" for none."""
+    """Print a line for each network and number of segments; plot: a .png file to draw to, "" for none.
+
+    In the figure, networks whose names differ in a number alone ("plain-2") are one curve.
+    """
     names = [name for name in next(results[0].rows())[-1] if name != "segments"]
-    heads = ["parameters", "segments", "depth", *names]
-    print(f"\n  {'network':16}" + "".join(f"{head:>16}" for head in heads))
+    rows, curves = [], {}
     for result in results:
+        family, _, number = result.name.rpartition("-")
         for segments, depth, scores in result.rows():
-            print(f"  {result.name:16}{result.parameters:>16,}{segments:>16}{depth:>16}"
-                  + "".join(f"{scores[name]:>16.4f}" for name in names))
+            rows.append((result.name, f"{result.parameters:,}", str(segments), str(depth), *map(scores.get, names)))
+            curve = curves.setdefault(family if number.isdecimal() else result.name, [])
+            curve.append((depth, scores["exact_accuracy"]))
+    print()
+    print_rows("network", ["parameters", "segments", "depth", *names], rows)
     if plot:
-        draw(plot, results)
+        draw_lines(plot, {name: (*zip(*points), "o-") for name, points in curves.items()}, base=2,
+                   title="exact accuracy against effective depth", xlabel="blocks applied one after another",
+                   ylabel="exact accuracy")
         print(f"wrote {plot}")
-
-
-def draw(path, results):
-    """Exact accuracy against effective depth. Networks that differ in a number alone ("plain-2") are one curve."""
-    from matplotlib.figure import Figure
-
-    curves = {}
-    for result in results:
-        family = result.name.rsplit("-", 1)[0] if result.name.rsplit("-", 1)[-1].isdecimal() else result.name
-        curves.setdefault(family, []).extend((depth, named["exact_accuracy"]) for _, depth, named in result.rows())
-    figure = Figure(figsize=(7, 5), layout="constrained")
-    axes = figure.subplots()
-    for family, points in curves.items():
-        axes.plot(*zip(*points), "o-", label=family)
-    axes.set_xscale("log", base=2)
-    axes.set(xlabel="effective depth (blocks, one after another)", ylabel="exact accuracy", ylim=(-0.02, 1.02))
-    axes.legend()
-    with atomic_write(path) as file:
-        figure.savefig(file, format="png", dpi=120)

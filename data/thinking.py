@@ -33,7 +33,7 @@ import numpy as np
 import torch
 
 from data.common import atomic_write
-from data.show import check_plot, print_rows, show_thinking, side_by_side, thinking_boards
+from data.show import check_plot, draw_lines, print_rows, show_thinking, side_by_side, thinking_boards
 
 ANALYSES = ("segments", "act", "residual", "participation", "answers")
 MOST = 256  # puzzles whose states are looked at
@@ -332,30 +332,7 @@ def palette(number):
     return tuple(levels[(number - 16) // place % 6] / 255 for place in (36, 6, 1))
 
 
-# ---- figures
-
-
-def draw_lines(path, lines, mark=None, base=None, **labels):
-    """Write a figure of lines, label -> (x values, y values, style).
-
-    mark: an x at which training is. base: of the logarithm that x is shown by. labels: what else axes are to be told.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    for label, (x, y, style) in lines.items():
-        axes.plot(x, y, style, label=label)
-    if mark is not None:
-        axes.axvline(mark, color="gray", linestyle="--", label="in training")
-    if base is not None:
-        axes.set_xscale("log", base=base)
-        axes.xaxis.set_major_formatter("{x:g}")
-    axes.set(**labels)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
-    with atomic_write(path) as file:
-        figure.savefig(file, format="png", dpi=120)
+# ---- drawing
 
 
 def draw_terminal(path, lines):

@@ -90,6 +90,64 @@ def same(a, b, where=""):
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b, where
 
 
+# ---- analyses
+
+
+STUDY = ("--max_steps", 2, "--analysis", "modules", "--dtype", "float32")
+
+
+def test_a_study_trains_what_it_compares_once(run, monkeypatch):
+    drawn = bool(importlib.util.find_spec("matplotlib"))  # which is optional
+    code, out, err = run(*STUDY, *(("--plot", "new/study.png") if drawn else ()))
+    assert code == 0 and os.path.exists("new/study.png") == drawn, err
+    names = [line.split()[0] for line in out[out.index("  network"):].splitlines()[1:] if line.startswith("  ")]
+    assert names == [*["hrm"] * 3, "hrm-1-segment", *["one-module"] * 3, "direct"]
+    saved = {name: train.read_checkpoint(f"out/hrm-sudoku-modules/{name}/last.pt") for name in dict.fromkeys(names)}
+    assert {name: c["step"] for name, c in saved.items()} == dict.fromkeys(saved, 2)
+    assert saved["one-module"]["model_config"]["L_layers"] == 0
+    assert saved["direct"]["model_config"]["halt_max_steps"] == 1
+    again = run(*STUDY)
+    assert again[0] == 0 and "network 1 of" not in again[1]
+    assert again[1].strip() == out[out.index("  network"):].split("wrote")[0].strip()
+    fails(run(*STUDY, "--seed", 1), "out/hrm-sudoku-modules/hrm/last.pt", "--seed 0, not 1", "--out_dir")
+    fails(run(*STUDY, "--n_embd", 64), "--n_embd 32, not 64")
+    fails(run(*STUDY, "--clues", 7), "--clues 6, not 7")
+
+
+def test_a_study_goes_on_where_it_was_stopped(run, monkeypatch):
+    step = train.Trainer.one_step
+
+    def stopped_in_the_second(trainer):
+        if trainer.folder.endswith("hrm-1-segment") and trainer.step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(trainer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Trainer, "one_step", stopped_in_the_second)
+        code, out, _ = run(*STUDY, "--max_steps", 3, "--out_dir", "s")
+    assert code == 0 and "SIGTERM: saved at step 2" in out and not os.path.exists("s/one-module")
+    code, out, _ = run(*STUDY, "--max_steps", 3, "--out_dir", "s")
+    assert code == 0 and "network 1 of" not in out and "going on at step 2" in out and "  network" in out
+
+
+def test_analyses_of_a_run(run):
+    assert run("--max_steps", 3, "--out_dir", "a")[0] == 0
+    assert run("--max_steps", 3, "--out_dir", "r", *"--L_layers 0 --H_cycles 4 --grad_updates 4".split())[0] == 0
+    for name in train.thinking.ANALYSES:
+        code, out, err = run("--analysis", name, "--out_dir", "a", "--depths", "1,4", tiny=False)
+        assert code == 0 and len(out.splitlines()) > 5, (name, err)
+    code, out, err = run("--analysis", "residual", "--out_dir", "a", "--baseline", "r/best.pt", tiny=False)
+    assert code == 0 and "recurrent" in out, err
+    fails(run("--analysis", "residual", "--out_dir", "a", "--baseline", "a/best.pt", tiny=False), "--L_layers 0")
+    fails(run("--analysis", "residual", "--out_dir", "a", "--baseline", "nowhere.pt", tiny=False), "nowhere.pt")
+    fails(run("--analysis", "act", "--out_dir", "a", "--baseline", "r/best.pt", tiny=False), "--analysis residual")
+    fails(run("--analysis", "act", "--out_dir", "a", "--plot", "x.jpg", tiny=False), "x.jpg", ".png")
+    fails(run("--analysis", "nothing", tiny=False), "nothing", "residual")
+    fails(run("--analysis", "act", "--eval_only", "--out_dir", "a", tiny=False), "more than one")
+    with pytest.raises(train.UserError, match="made for --model hrm"):
+        train.check_uses(train.TrainConfig(model="huginn", analysis="act"), [])
+
+
 # ---- runs
 
 
