@@ -6,7 +6,10 @@
     python train.py --model hrm --data sudoku --init_from resume       go on where the newest run stopped
     python train.py --model hrm --data sudoku --eval_only              score the newest run on its test split
     python train.py --model hrm --data sudoku --solve 'PUZZLE or FILE' solve puzzles with the newest run
+    python train.py --model hrm --data sudoku --analysis residual      how the newest run thinks: a table of an analysis
+    python train.py --model hrm --data sudoku --analysis depth         train networks to compare HRM with, and do so
     python train.py --model hrm --data maze                            a small HRM on mazes, minutes on a laptop
+    python train.py --model hrm --data arc --data_file FOLDER          a small HRM on small tasks of ARC
     python train.py --model huginn --data arith                        a small Huginn on arithmetic, minutes on a laptop
     python train.py --model huginn --data text --data_file FILE        the same on any text
     python train.py --model huginn --data chat --data_file FILE        the same on prompts with answers, or chats
@@ -21,8 +24,7 @@
 Flags are the fields of four dataclasses: TrainConfig here, the model's config, how the model is used once it is
 trained (to solve or to write), and the data's config. A value comes from the first of these that names it: the command
 line; the checkpoint, when a run is resumed, scored or used; the preset; the dataclass. A field that two classes share
-is one flag.
-`--model hrm --data sudoku --help` shows the values in force.
+is one flag. `--model hrm --data sudoku --help` shows the values in force.
 
 The loop knows a model through one contract, the same for all of them
     Model(config)                                         build
@@ -179,8 +181,9 @@ DATA_RECIPES = {  # what is different on other data than the model's first
     ("hrm", "nano", "maze"): dict(batch_size=32, max_steps=10000, decay_steps=10000, eval_interval=1000),
     ("hrm", "paper", "maze"): dict(size=30, source="hard-1k", augment=False, lr=1e-4, batch_size=768, grad_accum=16,
                                    max_steps=26000),
-    ("hrm", "nano", "arc"): dict(board=8, num_augments=50, arc_augments=50, puzzle_emb_ndim=128, puzzle_emb_lr=1e-2,
-                                 puzzle_emb_weight_decay=0.1),
+    ("hrm", "nano", "arc"): dict(board=9, num_augments=30, puzzle_emb_ndim=128, puzzle_emb_lr=1e-2,
+                                 puzzle_emb_weight_decay=0.1, pos_encodings="rope", halt_max_steps=4, depths="1,2,4",
+                                 max_steps=2000, decay_steps=2000),
     ("hrm", "paper", "arc"): dict(puzzle_emb_lr=1e-2, puzzle_emb_weight_decay=0.1, lr=1e-4, weight_decay=0.1,
                                   batch_size=768, grad_accum=16, max_steps=500000, eval_interval=10000),
 }
@@ -1008,7 +1011,8 @@ def analyse(c, model, data, machine):
         return (to_device(batch, machine.device) for batch in data.eval_batches("test", c.eval_batch_size))
 
     with user_errors():
-        baseline = type(model).load_pretrained(c.baseline).to(machine.device).eval() if c.baseline else None
+        path = os.path.join(c.baseline, "best.pt") if os.path.isdir(c.baseline) else c.baseline
+        baseline = type(model).load_pretrained(path).to(machine.device).eval() if path else None
         thinking.print_analysis(c.analysis, model.eval(), data, batches, machine.autocast, parse_depths(c.depths),
                                 baseline, c.plot)
 

@@ -136,7 +136,7 @@ def test_analyses_of_a_run(run):
     for name in train.thinking.ANALYSES:
         code, out, err = run("--analysis", name, "--out_dir", "a", "--depths", "1,4", tiny=False)
         assert code == 0 and len(out.splitlines()) > 5, (name, err)
-    code, out, err = run("--analysis", "residual", "--out_dir", "a", "--baseline", "r/best.pt", tiny=False)
+    code, out, err = run("--analysis", "residual", "--out_dir", "a", "--baseline", "r", tiny=False)
     assert code == 0 and "recurrent" in out, err
     fails(run("--analysis", "residual", "--out_dir", "a", "--baseline", "a/best.pt", tiny=False), "--L_layers 0")
     fails(run("--analysis", "residual", "--out_dir", "a", "--baseline", "nowhere.pt", tiny=False), "nowhere.pt")
