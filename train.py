@@ -82,6 +82,7 @@ import modr
 from data import arc, arc_vote, arith, chat, maze, selection, study, sudoku, text, thinking
 from data import math as math_sets
 from data.common import atomic_write
+from data.ranks import Ranks, shard_states
 from data.show import check_plot, means, print_scores, print_table, show_thinking, write_text
 from data.tokenizer import chat_template, huggingface_tokenizer
 
@@ -104,6 +105,7 @@ class TrainConfig:
     stop: str = ""  # special tokens that end a text, separated by commas; empty = the tokenizer's end of text
     # machine
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
+    parallel: Literal["ddp", "fsdp"] = "ddp"  # under torchrun: each process holds the model, or a share of it (FSDP2)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the forward pass; the weights stay float32
     compile: bool = False  # torch.compile the blocks; on a CPU this needs a C++ compiler
     seed: int = 0  # of weights, data order and exploration
@@ -481,12 +483,28 @@ class Machine:
     device: torch.device
     dtype: torch.dtype
     reason: str  # the dtype in words
+    ranks: Ranks
+
+    @classmethod
+    def of(cls, c):
+        """The machine that a TrainConfig asks for; joins the other processes, if torchrun started any."""
+        device = pick_device(c.device)
+        ranks = Ranks.join(device)
+        if c.batch_size % (c.grad_accum * ranks.size):
+            raise UserError(f"--batch_size {c.batch_size} on {ranks.size} processes, each in --grad_accum "
+                            f"{c.grad_accum} parts: give a multiple of {c.grad_accum * ranks.size}")
+        if ranks.rank:  # the first one speaks
+            sys.stdout = open(os.devnull, "w")
+        return cls(device, *pick_dtype(c.dtype, device), ranks)
 
     def autocast(self):
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
 
 def device_name(name):
+    """The device that a flag means; under torchrun, of several cards the one of this process."""
+    if name in ("auto", "cuda") and torch.cuda.is_available() and "LOCAL_RANK" in os.environ:
+        return f"cuda:{os.environ['LOCAL_RANK']}"
     if name != "auto":
         return name
     return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
@@ -611,17 +629,22 @@ class Trainer:
     def __init__(self, configs, model, data, machine, folder, saved=None):
         self.configs, self.model, self.data, self.machine, self.folder = configs, model, data, machine, folder
         c, self.use = configs[0], configs[2]
-        self.c = c
+        self.c, self.ranks = c, machine.ranks
+        self.averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(c.ema)) if c.ema else None
+        self.scored = self.averaged.module if c.ema else model  # the weights that count
+        if saved:
+            self.restore_weights(saved)
+        self.model_step = self.ranks.wrap(model, c.parallel, machine.dtype)
+        if self.averaged and c.parallel == "fsdp":
+            self.ranks.wrap(self.scored, c.parallel, machine.dtype)
         with user_errors():
             self.optimizers = model.configure_optimizers(c.lr, c.weight_decay, (c.beta1, c.beta2))
         self.base_lr = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
-        self.averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(c.ema)) if c.ema else None
-        self.scored = self.averaged.module if c.ema else model  # the weights that count
         self.scaler = torch.amp.GradScaler(machine.device.type, enabled=machine.dtype == torch.float16)
         self.step, self.elapsed, self.best, self.carries = 0, 0.0, None, [None] * c.grad_accum
         if saved:
             self.restore(saved)
-        self.log = Log(folder, self.step)
+        self.log = Log(folder, self.step) if self.ranks.rank == 0 else None
         self.compiled = self.unproven = c.compile  # unproven: compiled, but no step has worked yet
         if c.compile:
             try:
@@ -632,25 +655,29 @@ class Trainer:
 
     def content(self):
         """The checkpoint: all that the next step depends on, in types that torch.load takes with weights_only=True."""
-        return self.describe() | {
+        rng, *other_rngs = self.ranks.all_objects(rng_state())
+        return self.describe() | self.ranks.whole({
             "model": self.model.state_dict(), "ema": self.averaged.state_dict() if self.averaged else None,
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers], "scaler": self.scaler.state_dict(),
-            "carries": [vars(carry) if carry else None for carry in self.carries], "rng": rng_state(),
-            "step": self.step, "elapsed": self.elapsed, "best": self.best}
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}) | {
+            "carries": [self.ranks.gather(vars(carry)) if carry else None for carry in self.carries],
+            "scaler": self.scaler.state_dict(), "rng": rng, "other_rngs": other_rngs, "step": self.step,
+            "elapsed": self.elapsed, "best": self.best}
 
     def describe(self):
         names = ("config", "model_config", "use_config", "data_config")
         return {name: asdict(config) for name, config in zip(names, self.configs)} | {"data": self.data.state()}
 
-    def restore(self, saved):
+    def restore_weights(self, saved):
         self.model.load_state_dict(saved["model"])
-        for optimizer, state in zip(self.optimizers, saved["optimizers"]):
-            given = [{k: group[k] for k in ("betas", "weight_decay") if k in group} for group in optimizer.param_groups]
-            optimizer.load_state_dict(state)
-            for group, values in zip(optimizer.param_groups, given):
-                group.update(values)  # a flag of this call wins over the saved value
         if self.averaged and saved["ema"]:
             self.averaged.load_state_dict(saved["ema"])
+
+    def restore(self, saved):
+        for optimizer, state in zip(self.optimizers, saved["optimizers"]):
+            given = [{k: group[k] for k in ("betas", "weight_decay") if k in group} for group in optimizer.param_groups]
+            optimizer.load_state_dict(shard_states(optimizer, state))
+            for group, values in zip(optimizer.param_groups, given):
+                group.update(values)  # a flag of this call wins over the saved value
         if saved["scaler"]:  # empty unless that run was in float16
             self.scaler.load_state_dict(saved["scaler"])
         self.step, self.elapsed, self.best = saved["step"], saved["elapsed"], saved["best"]
@@ -661,10 +688,17 @@ class Trainer:
                                 f"{saved['config'][name]}; resume with that, or start a new run from its weights with "
                                 "--init_from PATH")
         device = self.machine.device
-        self.carries = [carry and self.model.Carry(**to_device(carry, device)) for carry in saved["carries"]]
-        set_rng_state(saved["rng"])
+        self.carries = [carry and self.model.Carry(**to_device(self.ranks.rows(carry), device))
+                        for carry in saved["carries"]]
+        rngs = [saved["rng"], *saved.get("other_rngs", [])]
+        if self.ranks.rank < len(rngs):
+            set_rng_state(rngs[self.ranks.rank])
+        else:  # on more processes than before
+            torch.manual_seed(self.c.seed + self.ranks.rank + self.step)
 
     def save(self, name, content):
+        if self.ranks.rank:
+            return
         with atomic_write(os.path.join(self.folder, name)) as file:  # whole or not at all, whenever the run is killed
             torch.save(content, file)
 
@@ -679,21 +713,21 @@ class Trainer:
 
     def forward_backward(self, batch):
         """Leaves the gradient of the whole batch, computed in grad_accum parts -> metrics: name -> (total, count)."""
-        parts, metrics, carries = self.c.grad_accum, {}, list(self.carries)
-        chunks = zip(*(tensor.chunk(parts) for tensor in batch.values()))  # fewer, if a packed batch has too few rows
-        for i, chunk in enumerate(chunks):
-            with self.machine.autocast():
-                loss, named, carries[i] = self.model.step(dict(zip(batch, chunk)), carries[i])
-            count = named["loss"][1]  # a part's loss is a mean over so many
-            self.scaler.scale(loss if parts == 1 else loss * count).backward()
+        metrics, carries, alone = {}, list(self.carries), self.c.grad_accum == self.ranks.size == 1
+        parts = list(self.ranks.shares(batch, self.c.grad_accum))
+        for i, part in enumerate(parts):
+            with self.ranks.syncs(self.model_step, i == len(parts) - 1):
+                with self.machine.autocast():
+                    loss, named, carries[i] = self.model_step(to_device(part, self.machine.device), carries[i])
+                count = named["loss"][1]  # a part's loss is a mean over so many
+                self.scaler.scale(loss if alone else loss * count).backward()
             for name, (a, b) in named.items():
                 total, number = metrics.get(name, (0, 0))
                 metrics[name] = total + a, number + b
-        if parts > 1:
-            total = max(float(metrics["loss"][1]), 1)
-            for parameter in (p for optimizer in self.optimizers for g in optimizer.param_groups for p in g["params"]):
-                if parameter.grad is not None:
-                    parameter.grad /= total
+        if not alone:
+            (count,) = self.ranks.sum([metrics["loss"][1]])
+            params = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+            self.ranks.scale_gradients(params, 1 / max(count, 1))
         self.carries = carries  # only now: if a compiled part fails, the step is done again
         return metrics
 
@@ -703,7 +737,7 @@ class Trainer:
         for optimizer, rates in zip(self.optimizers, self.base_lr):
             for group, lr in zip(optimizer.param_groups, rates):
                 group["lr"] = lr * lr_factor(c, self.step)
-        batch = to_device(self.data.train_batch(self.step, c.batch_size, c.seed), self.machine.device)
+        batch = to_device(self.data.train_batch(self.step, c.batch_size, c.seed), "cpu")
         try:
             metrics = self.forward_backward(batch)
         except Exception as error:
@@ -730,22 +764,26 @@ class Trainer:
         stop, started, pending, recent = StopSignal(), time.monotonic() - self.elapsed, [], deque(maxlen=100)
         limit = self.c.max_steps if self.c.max_steps >= 0 else None
         bar = tqdm(total=limit, initial=self.step, mininterval=0.5 if sys.stderr.isatty() else 30,
-                   bar_format="{n_fmt}/{total_fmt} {bar:10} {desc}" if limit else "{n_fmt} {desc}")
+                   bar_format="{n_fmt}/{total_fmt} {bar:10} {desc}" if limit else "{n_fmt} {desc}",
+                   disable=self.ranks.rank > 0)
         self.model.train()
-        while not (self.finished() or stop.name):
+        done = self.finished()
+        while not done:
             metrics = self.one_step()
             self.elapsed = time.monotonic() - started
             pending.append((self.step, self.elapsed, metrics))
-            if len(pending) == LOG_EVERY or self.finished() or stop.name:
+            done = self.ends(stop)
+            if len(pending) == LOG_EVERY or done:
                 recent.extend(self.flush(pending))
                 bar.set_description_str(self.progress(recent), refresh=False)
             bar.update()
             due = self.c.eval_interval > 0 and self.step % self.c.eval_interval == 0
-            if (due or self.finished()) and not stop.name:
+            if (due or done) and not stop.name:
                 recent.extend(self.flush(pending))  # a loss that is not finite must end the run before it is saved
                 tqdm.write(f"step {self.step} | {clock(self.elapsed)} | {self.validate()}")
                 self.elapsed = time.monotonic() - started
                 self.save("last.pt", self.content())
+                done = self.ends(stop)
         if not stop.name and self.best is None:  # a limit of no steps at all
             self.validate()
         if stop.name or not self.step:
@@ -754,14 +792,23 @@ class Trainer:
         bar.close()
         return stop.name
 
+    def ends(self, stop):
+        """Whether a limit or a signal ends the run here. All ranks agree, for which they ask each other at times."""
+        if self.ranks.size == 1:
+            return self.finished() or bool(stop.name)
+        if self.step % LOG_EVERY and self.step != self.c.max_steps:
+            return False
+        limits, signals = self.ranks.sum([self.finished(), bool(stop.name)])
+        stop.name = (stop.name or "SIGTERM") if signals else None
+        return limits + signals > 0
+
     def finished(self):
         return 0 <= self.c.max_steps <= self.step or 0 <= self.c.time_limit * 60 <= self.elapsed
 
     def flush(self, pending):
         """Log the steps in `pending` and empty it. Returns [(elapsed, name -> (total, count))], numbers."""
-        steps = []
-        for step, t, named in pending:
-            steps.append((step, t, {name: (float(total), float(count)) for name, (total, count) in named.items()}))
+        values = iter(self.ranks.sum([value for _, _, named in pending for pair in named.values() for value in pair]))
+        steps = [(step, t, {name: (next(values), next(values)) for name in named}) for step, t, named in pending]
         pending.clear()
         for step, _, named in steps:
             if not math.isfinite(named["loss"][0]):
@@ -769,9 +816,13 @@ class Trainer:
                 kept = f"the last good checkpoint is {kept}" if os.path.exists(kept) else "nothing was saved yet"
                 raise UserError(f"the loss of step {step} is {named['loss'][0]}; {kept}; "
                                 f"try a lower --lr than {self.c.lr:g}")
-        self.log.write({"step": step, "elapsed": round(t, 3), "lr": self.c.lr * lr_factor(self.c, step - 1)}
+        self.write_log({"step": step, "elapsed": round(t, 3), "lr": self.c.lr * lr_factor(self.c, step - 1)}
                        | {name: a / b if b else None for name, (a, b) in named.items()} for step, t, named in steps)
         return [(t, named) for _, t, named in steps]
+
+    def write_log(self, lines):
+        if self.ranks.rank == 0:
+            self.log.write(lines)
 
     def progress(self, recent):
         """The text of the bar: averages over the recent steps, speed, time left."""
@@ -806,9 +857,10 @@ class Trainer:
         compared = [first] + [name for name in named if "accuracy" in name and name != first]  # the rest break ties
         if self.best is None or [sign * named[n] for n in compared] > [sign * self.best[n] for n in compared]:
             self.best = {"step": self.step, **named}
-            self.save("best.pt", self.describe() | {"model": self.scored.state_dict(), "best": self.best})
+            weights = self.ranks.whole(self.scored.state_dict())
+            self.save("best.pt", self.describe() | {"model": weights, "best": self.best})
         line = {"step": self.step, "elapsed": round(self.elapsed, 3)}
-        self.log.write([line | {f"val_{name}": value for name, value in named.items()}])
+        self.write_log([line | {f"val_{name}": value for name, value in named.items()}])
         return " | ".join(f"val {name} {value:.4f}" for name, value in named.items() if not name.startswith("branch_"))
 
     def report(self):
@@ -817,7 +869,7 @@ class Trainer:
         path, fields = os.path.join(self.folder, "best.pt"), asdict(self.configs[1])
         best = Model.load_pretrained(path, **fields).to(self.machine.device)
         weights = [(f"best on validation (step {self.best['step']})", best)]
-        if self.best["step"] != self.step:
+        if self.best["step"] != self.step and self.ranks.size == 1:
             weights.append((f"last (step {self.step})", self.scored))
         for title, model in weights:
             scores = evaluate(model, self.data, "test", self.c, self.use, self.machine, depths)
@@ -880,16 +932,19 @@ def run(argv):
             return stopped
         c, model_config, use, data_config, path = parse(argv)
     configs = [c, model_config, use, data_config]
-    device = pick_device(c.device)
-    machine = Machine(device, *pick_dtype(c.dtype, device))
+    machine = Machine.of(c)
+    ranks, device = machine.ranks, machine.device
     parse_depths(c.depths)
-    folder = new_folder(c) if c.init_from != "resume" and not only_uses(c) else os.path.dirname(path)
+    starts = c.init_from != "resume" and not only_uses(c)
+    folder = ranks.first_decides(lambda: new_folder(c)) if starts else os.path.dirname(path)
     keep_freed_memory()
     torch.manual_seed(c.seed)
     random.seed(c.seed)
     np.random.seed(c.seed)
 
-    data, model = build(configs, path)
+    with ranks.first_goes_ahead():
+        data, model = build(configs, path)
+    torch.manual_seed(c.seed + ranks.rank)  # equal weights, but noise and exploration of each rank's own
     model.to(device)
     print(f"{c.model} on {c.data}, preset {c.preset}, {count_parameters(model)} | {device} in {machine.reason} | "
           f"torch {torch.__version__}, numpy {np.__version__}, python {sys.version.split()[0]}")
@@ -914,7 +969,7 @@ def run(argv):
         return score(c, use, model, data, machine, path)
     if c.analysis:
         return analyse(c, model, data, machine)
-    with user_errors():
+    with user_errors(), ranks.first_goes_ahead():
         os.makedirs(folder, exist_ok=True)
     c.init_from = c.init_from if c.init_from == "resume" else path or "scratch"  # a checkpoint tells what it began as
     trainer = Trainer(configs, model, data, machine, folder, read_checkpoint(path) if c.init_from == "resume" else None)
@@ -926,6 +981,8 @@ def run(argv):
         print(f"{stopped}: saved at step {trainer.step}; go on with --model {c.model} --init_from resume --out_dir "
               f"{folder}")
         return stopped
+    if ranks.rank:  # the first one reports
+        return None
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -1039,7 +1096,7 @@ def compare(argv, c, model_config):
             if stopped := run([*flags, "--init_from", how]):
                 return stopped
         *configs, path = parse([*flags, "--eval_only"])
-        machine = Machine(pick_device(configs[0].device), *pick_dtype(configs[0].dtype, pick_device(configs[0].device)))
+        machine = Machine.of(configs[0])
         data, model = build(configs, path)
         model.to(machine.device)
         scores = evaluate(model, data, "test", configs[0], configs[2], machine, parse_depths(configs[0].depths))

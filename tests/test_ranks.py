@@ -1,0 +1,123 @@
+"""Two processes against one: the same losses, checkpoints that either goes on from, and what happens when one fails.
+
+    python -m pytest tests/test_ranks.py -q
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, ROOT)
+
+import huginn  # noqa: E402
+import train  # noqa: E402
+
+HRM = ("--model hrm --data sudoku --preset nano-6x6 --box 2x2 --clues 6 --n_embd 32 --n_head 2 --num_train 64 "
+       "--num_val 16 --num_test 16 --halt_max_steps 4 --depths 1,2,4 --halt_exploration_prob 0").split()
+PAPER_LIKE = ("--q_target bootstrap --loss stablemax --pos_encodings rope --puzzle_emb_ndim 32 --H_cycles 2 "
+              "--L_cycles 2 --grad_updates 2 --ema 0.9 --grad_accum 2 --grad_clip 1").split()
+ARITH = "--data arith --num_train 256 --num_val 16 --num_test 18 --digits 3 --max_new_tokens 6 --ema 0".split()
+TINY = "--preset nano --n_embd 32 --n_head 2 --intermediate_size 48".split()
+HUGINN = ["--model", "huginn", *ARITH, *TINY, *"--mean_recurrence 2 --mean_backprop_depth 1 --depths 1,4".split()]
+QWEN3 = ["--model", "qwen3", *ARITH, *TINY, *"--n_layer 4 --n_kv_head 1 --head_dim 8".split()]
+DND = ["--init_from", "bases/qwen3/last.pt",
+       *"--model dnd --data arith --nested_first 1 --nested_last 2 --max_new_tokens 6 --ema 0".split()]
+MODR = "--model modr --data arith --num_branches 3 --lora_rank 4 --depths 1,4 --max_new_tokens 6".split()
+RUNS = {  # flags; the bases that go before
+    "hrm": HRM, "hrm, paper-like": [*HRM, *PAPER_LIKE], "huginn": HUGINN,
+    "huginn, in parts": [*HUGINN, "--grad_accum", "2", "--checkpoint_core", "--ema", "0.9"], "qwen3": QWEN3,
+    "qwen3, packed": [*QWEN3, "--pack_to", "64"],
+    "dnd": [*DND, *"--alpha 0.003 --lr 0.01 --warmup_steps 0".split()],  # none are selected at first, then some
+    "dnd, nothing selected": [*DND, "--k_target", "0.001", "--alpha", "0"],
+    "modr": [*MODR, "--init_from", "bases/huginn/last.pt"]}
+ALWAYS = "--batch_size 8 --dtype float32 --device cpu --eval_interval 6 --data_dir cache".split()
+
+
+def call(flags):
+    """train.py in this process, with Huginn's noise left out: each rank draws its own, which no single process has."""
+    huginn.Huginn.initial_state = lambda self, e: torch.zeros_like(e)
+    return train.main(list(map(str, flags)))
+
+
+def launch(folder, *runs, processes=2):
+    """Runs of train.py one after another, on processes of torchrun's that are started once. -> (code, their output)"""
+    path = os.path.join(folder, "runs.json")
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump([list(map(str, flags)) for flags in runs], file)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--standalone"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, __file__, path], cwd=folder, env=environment, capture_output=True, text=True,
+                          timeout=600)
+    return done.returncode, done.stdout + done.stderr
+
+
+def log(folder):
+    with open(os.path.join(folder, "log.jsonl"), encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with every run on one process, "one/NAME", and on two with DDP and FSDP."""
+    folder, before = str(tmp_path_factory.mktemp("ranks")), os.getcwd()
+    os.chdir(folder)
+    try:
+        for name, flags in (("qwen3", QWEN3), ("huginn", HUGINN)):
+            assert call([*flags, *ALWAYS, "--max_steps", 3, "--out_dir", f"bases/{name}"]) == 0
+        for name, flags in RUNS.items():
+            assert call([*flags, *ALWAYS, "--max_steps", 12, "--out_dir", f"one/{name}"]) == 0, name
+        code, out = launch(folder, *([*flags, *ALWAYS, "--max_steps", 12, "--out_dir", f"{kind}/{name}", "--parallel",
+                                      kind] for name, flags in RUNS.items() for kind in ("ddp", "fsdp")))
+        assert code == 0, out[-3000:]
+        yield folder
+    finally:
+        os.chdir(before)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", RUNS)
+def test_two_processes_have_the_losses_of_one(folder, name, kind):
+    one, two = log(f"one/{name}"), log(f"{kind}/{name}")
+    assert len(one) == len(two) or len(one) == len(two) + 1, "the last weights are only tested by one process"
+    steps = [(a, b) for a, b in zip(one, two) if "loss" in a]
+    assert len(steps) == 12 and steps[0][0]["loss"] != steps[-1][0]["loss"]
+    for a, b in steps:
+        ours = {"elapsed", "tokens", "flops", "puzzles", "boundary_1", "boundary_2"}  # means over ranks, not the whole's
+        for key in a.keys() - ours:
+            same = a[key] is b[key] is None or a[key] == pytest.approx(b[key], rel=2e-4, abs=2e-5)
+            assert same, (a["step"], key, a[key], b[key])
+    last = [train.read_checkpoint(f"{where}/{name}/last.pt") for where in ("one", kind)]
+    assert last[0]["model"].keys() == last[1]["model"].keys()
+    for key, value in last[0]["model"].items():
+        torch.testing.assert_close(value, last[1]["model"][key], rtol=2e-2, atol=2e-4, msg=key)
+
+
+def test_depths_and_selections_differ_between_steps(folder):
+    """What is compared above is stochastic depth, and steps that select nothing, everything and some."""
+    assert len({line["num_steps"] for line in log("one/huginn") if "loss" in line}) > 2
+    ratios = [line["ratio"] for line in log("one/dnd") if "loss" in line]
+    assert 0 in ratios and any(0 < ratio < 1 for ratio in ratios)
+    assert {line["ratio"] for line in log("one/dnd, nothing selected") if "loss" in line} == {0}
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", ["hrm, paper-like", "huginn", "dnd"])
+def test_a_run_of_two_goes_on_on_one_and_the_other_way_round(folder, name, kind):
+    model = RUNS[name][1 + RUNS[name].index("--model")]
+    code = call(["--model", model, "--init_from", "resume", "--out_dir", f"{kind}/{name}", "--max_steps", 15])
+    assert code == 0 and [line["step"] for line in log(f"{kind}/{name}") if "loss" in line] == list(range(1, 16))
+
+
+if __name__ == "__main__":  # one of the processes that `launch` has started
+    torch.set_num_threads(1)
+    with open(sys.argv[1], encoding="utf-8") as file:
+        for flags in json.load(file):
+            if code := call(flags):
+                sys.exit(code)
