@@ -180,8 +180,8 @@ RECIPES = {
                             grad_clip=1.0, eval_batch_size=4, checkpoint_core=True, depths="1,4,8,16,32"),
 }
 DATA_RECIPES = {  # what is different on other data than the model's first
-    ("hrm", "nano", "maze"): dict(size=9, halt_max_steps=8, batch_size=32, max_steps=8000, decay_steps=8000,
-                                  eval_interval=1000),
+    ("hrm", "nano", "maze"): dict(size=9, H_cycles=2, L_cycles=2, grad_updates=6, halt_max_steps=8, batch_size=32,
+                                  max_steps=4500, decay_steps=4500),
     ("hrm", "paper", "maze"): dict(size=30, source="hard-1k", augment=False, lr=1e-4, batch_size=768, grad_accum=16,
                                    max_steps=26000),
     ("hrm", "nano", "arc"): dict(board=9, num_augments=30, puzzle_emb_ndim=128, puzzle_emb_lr=1e-2,
