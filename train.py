@@ -20,6 +20,7 @@
     python train.py --model qwen3 --data arith                         a small Qwen3, as a base for DND
     python train.py --model dnd --data arith                           nested passes for the newest Qwen3
     python train.py --model dnd --data arith --init_from DIR           the same for a Hugging Face folder of a Qwen3
+    torchrun --nproc_per_node 8 train.py ... --parallel fsdp           any of them on 8 GPUs of one machine
 
 Flags are the fields of four dataclasses: TrainConfig here, the model's config, how the model is used once it is
 trained (to solve or to write), and the data's config. A value comes from the first of these that names it: the command
@@ -106,6 +107,7 @@ class TrainConfig:
     # machine
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     parallel: Literal["ddp", "fsdp"] = "ddp"  # under torchrun: each process holds the model, or a share of it (FSDP2)
+    rank_timeout: float = 10.0  # minutes that a process waits for the others before it ends with an error
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the forward pass; the weights stay float32
     compile: bool = False  # torch.compile the blocks; on a CPU this needs a C++ compiler
     seed: int = 0  # of weights, data order and exploration
@@ -131,7 +133,8 @@ class TrainConfig:
     def __post_init__(self):
         limits = {"seed": (0, 2**32 - 1), "batch_size": (1, 2**20), "grad_accum": (1, 2**20),
                   "eval_batch_size": (1, 2**20), "lr": (0, 1e38),
-                  "ema": (0, 0.99999), "beta1": (0, 0.99999), "beta2": (0, 0.99999), "weight_decay": (0, 1e3),
+                  "rank_timeout": (0.01, 1e4), "ema": (0, 0.99999), "beta1": (0, 0.99999), "beta2": (0, 0.99999),
+                  "weight_decay": (0, 1e3),
                   "warmup_steps": (0, 2**40), "last_lr": (0, 1)}
         or_off = ("max_steps", "time_limit", "decay_steps", "grad_clip", "eval_interval")
         for name, (least, most) in limits.items():
@@ -489,7 +492,7 @@ class Machine:
     def of(cls, c):
         """The machine that a TrainConfig asks for; joins the other processes, if torchrun started any."""
         device = pick_device(c.device)
-        ranks = Ranks.join(device)
+        ranks = Ranks.join(device, c.rank_timeout)
         if c.batch_size % (c.grad_accum * ranks.size):
             raise UserError(f"--batch_size {c.batch_size} on {ranks.size} processes, each in --grad_accum "
                             f"{c.grad_accum} parts: give a multiple of {c.grad_accum * ranks.size}")
@@ -944,7 +947,8 @@ def run(argv):
 
     with ranks.first_goes_ahead():
         data, model = build(configs, path)
-    torch.manual_seed(c.seed + ranks.rank)  # equal weights, but noise and exploration of each rank's own
+    if ranks.rank:  # equal weights, but noise and exploration of each rank's own
+        torch.manual_seed(c.seed + ranks.rank)
     model.to(device)
     print(f"{c.model} on {c.data}, preset {c.preset}, {count_parameters(model)} | {device} in {machine.reason} | "
           f"torch {torch.__version__}, numpy {np.__version__}, python {sys.version.split()[0]}")
@@ -1188,4 +1192,6 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    Ranks.leave()
+    sys.exit(exit_code)

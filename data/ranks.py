@@ -46,7 +46,7 @@ class Ranks:
     size: int = 1
 
     @classmethod
-    def join(cls, device, minutes=10):
+    def join(cls, device, minutes):
         """Join the processes that torchrun started, if it did and they are not joined yet.
 
         device: a torch.device. minutes: how long a rank waits for the others before it ends with an error.
@@ -56,6 +56,12 @@ class Ranks:
             wait = datetime.timedelta(minutes=minutes)
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=wait)
         return cls(int(os.environ["RANK"]), size) if size > 1 else cls()
+
+    @staticmethod
+    def leave():
+        """Say goodbye to the other processes, if there are any."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
     def first_decides(self, function):
         """What the first rank's call of `function` returns, on all ranks. It must be small, and can be pickled."""

@@ -5,6 +5,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -89,7 +90,7 @@ def test_two_processes_have_the_losses_of_one(folder, name, kind):
     steps = [(a, b) for a, b in zip(one, two) if "loss" in a]
     assert len(steps) == 12 and steps[0][0]["loss"] != steps[-1][0]["loss"]
     for a, b in steps:
-        ours = {"elapsed", "tokens", "flops", "puzzles", "boundary_1", "boundary_2"}  # means over ranks, not the whole's
+        ours = {"elapsed", "tokens", "flops", "puzzles", "boundary_1", "boundary_2"}  # means over ranks, not of all
         for key in a.keys() - ours:
             same = a[key] is b[key] is None or a[key] == pytest.approx(b[key], rel=2e-4, abs=2e-5)
             assert same, (a["step"], key, a[key], b[key])
@@ -115,9 +116,39 @@ def test_a_run_of_two_goes_on_on_one_and_the_other_way_round(folder, name, kind)
     assert code == 0 and [line["step"] for line in log(f"{kind}/{name}") if "loss" in line] == list(range(1, 16))
 
 
+@pytest.mark.parametrize("what, word", [("fails", "ZeroDivisionError"), ("hangs", "imeout|imed out"),
+                                        ("is killed", "SIGKILL|Signal 9")])
+def test_a_rank_that_fails_ends_all(folder, what, word):
+    started = time.monotonic()
+    flags = [*HRM, *ALWAYS, "--max_steps", 12, "--out_dir", f"two/{what}", "--rank_timeout", "0.4"]
+    code, out = launch(folder, [what, *flags])
+    assert code != 0 and re.search(word, out) and time.monotonic() - started < 120, out[-3000:]
+    assert not os.path.exists(f"two/{what}/last.pt"), "it happened before the first validation"
+
+
+def test_batches_that_do_not_divide_are_a_mistake(folder):
+    code, out = launch(folder, [*HRM, *ALWAYS, "--batch_size", 9, "--out_dir", "two/nine"])
+    assert code != 0 and "--batch_size 9 on 2 processes" in out and "a multiple of 2" in out
+
+
+def trouble(what):
+    """Make the second step of the second process do something bad."""
+    def step(trainer, original=train.Trainer.one_step):
+        if os.environ["RANK"] == "1" and trainer.step == 1:
+            if what == "fails":
+                1 / 0
+            if what == "is killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(100)
+        return original(trainer)
+    train.Trainer.one_step = step
+
+
 if __name__ == "__main__":  # one of the processes that `launch` has started
     torch.set_num_threads(1)
     with open(sys.argv[1], encoding="utf-8") as file:
         for flags in json.load(file):
+            if not flags[0].startswith("-"):
+                trouble(flags.pop(0))
             if code := call(flags):
                 sys.exit(code)
