@@ -189,7 +189,7 @@ DATA_RECIPES = {  # what is different on other data than the model's first
                                    max_steps=26000),
     ("hrm", "nano", "arc"): dict(board=9, num_augments=30, puzzle_emb_ndim=128, puzzle_emb_lr=1e-2,
                                  puzzle_emb_weight_decay=0.1, pos_encodings="rope", halt_max_steps=4, depths="1,2,4",
-                                 max_steps=2000, decay_steps=2000),
+                                 max_steps=3000, decay_steps=3000),
     ("hrm", "paper", "arc"): dict(puzzle_emb_lr=1e-2, puzzle_emb_weight_decay=0.1, lr=1e-4, weight_decay=0.1,
                                   batch_size=768, grad_accum=16, max_steps=500000, eval_interval=10000),
 }
