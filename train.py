@@ -492,7 +492,7 @@ class Machine:
     def of(cls, c):
         """The machine that a TrainConfig asks for; joins the other processes, if torchrun started any."""
         device = pick_device(c.device)
-        ranks = Ranks.join(device, c.rank_timeout)
+        ranks = Ranks() if only_uses(c) else Ranks.join(device, c.rank_timeout)
         if c.batch_size % (c.grad_accum * ranks.size):
             raise UserError(f"--batch_size {c.batch_size} on {ranks.size} processes, each in --grad_accum "
                             f"{c.grad_accum} parts: give a multiple of {c.grad_accum * ranks.size}")
@@ -928,6 +928,8 @@ def run(argv):
     """Do what the flags say. Returns the name of the signal that stopped a training, or None."""
     c, model_config, use, data_config, path = parse(argv)
     check_uses(c, argv)
+    if only_uses(c) and os.environ.get("RANK", "0") != "0":  # of several processes, one is enough
+        return None
     if c.analysis in study.STUDIES:
         return compare(argv, c, model_config)
     if path is None and c.model in BASES:

@@ -126,6 +126,11 @@ def test_a_rank_that_fails_ends_all(folder, what, word):
     assert not os.path.exists(f"two/{what}/last.pt"), "it happened before the first validation"
 
 
+def test_a_checkpoint_is_used_by_one_process(folder):
+    code, out = launch(folder, ["--model", "hrm", "--eval_only", "--out_dir", "ddp/hrm"])
+    assert code == 0 and out.count("test split") == 1, out[-3000:]
+
+
 def test_batches_that_do_not_divide_are_a_mistake(folder):
     code, out = launch(folder, [*HRM, *ALWAYS, "--batch_size", 9, "--out_dir", "two/nine"])
     assert code != 0 and "--batch_size 9 on 2 processes" in out and "a multiple of 2" in out
