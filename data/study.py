@@ -23,9 +23,9 @@ STUDIES = ("depth", "modules")
 DEPTHS = (2, 4, 8, 16)  # blocks of the plain and of the recurrent network
 
 
-def one_module(n_layers, n_updates=1, grad_updates=0, **fields):
+def one_module(n_layers, n_updates=1, grad_updates=0):
     """HRMConfig fields of a single module of n_layers blocks, applied n_updates times; grad_updates 0: all of them."""
-    return dict(L_layers=0, H_layers=n_layers, H_cycles=n_updates, grad_updates=grad_updates or n_updates) | fields
+    return dict(L_layers=0, H_layers=n_layers, H_cycles=n_updates, grad_updates=grad_updates or n_updates)
 
 
 def variants(study, config):
