@@ -7,7 +7,7 @@
 No data are read, and no memory is taken: steps are watched on fake tensors, see ledger.py.
 
     static = weights + gradients + optimizer states + EMA + puzzle embedding table + carry
-    peak   = static + max(16-bit copies of weights + activations, temporaries of the optimizer's step)
+    peak   = static + max(cast copies of weights + activations, temporaries of the optimizer's step)
 
     weights, gradients    float32, 4 bytes each; a frozen base as it is held (--base_dtype), and without gradients
     optimizer states      what they hold after a step: 8 bytes per trained weight, with either optimizer
@@ -19,14 +19,14 @@ No data are read, and no memory is taken: steps are watched on fake tensors, see
     ddp    everything is held by each of W GPUs, the batch is split
     fsdp   (weights + gradients + states + EMA) / W; of the copies only those of the largest block, gathered at a time
 
-    FLOPs  of a language model: its flops(), forward and backward, 6 per weight and token and the attention, for the mean
-           of a Huginn's draws and a DND's k_target; of HRM: all matrix products of a step, counted. What is recomputed
-           counts in the time, not in the FLOPs
+    FLOPs  of a language model: its flops(), forward and backward, 6 per weight and token and the attention, for the
+           mean of a Huginn's draws and a DND's k_target; of HRM: all matrix products of a step, counted. What is
+           recomputed counts in the time, not in the FLOPs
     time   FLOPs / (W * mfu * 989e12), the H100's dense bfloat16 (67e12 with --dtype float32)
 
 Left out: temporaries within a kernel, buckets of ddp, gradients that fsdp has not scattered yet and what it gathers
-ahead, --compile (which needs less), evaluation (--eval_batch_size rows without gradient), loading, communication. A card
-counts as full at 95 %, less 1 GiB for CUDA itself.
+ahead, --compile (which needs less), evaluation (--eval_batch_size rows without gradient), loading, communication. A
+card counts as full at 95 %, less 1 GiB for CUDA itself.
 """
 
 import dataclasses
@@ -77,7 +77,9 @@ class Budget:
 
     def puzzles(self, name, data_config):
         """Fields of an HRM's config, which the data would tell."""
-        if name == "sudoku":
+        if name in ("maze", "arc"):
+            {"maze": maze, "arc": arc}[name].validate(data_config)
+        else:
             rows, columns = parse_box(data_config.box)
             side = rows * columns
             return dict(vocab_size=side + 2, seq_len=side**2, num_puzzle_identifiers=1, box_rows=rows,
@@ -93,13 +95,13 @@ class Budget:
         return dict(vocab_size=vocab, seq_len=side**2, num_puzzle_identifiers=ids, box_rows=0, box_cols=0)
 
     def text(self, data_config):
-        """Tokens of a row."""
-        by = {name: getattr(data_config, name, 0) for name in ("pack_to", "max_tokens")} | {
-            "block_size": self.config.block_size}
-        name = next(name for name, value in by.items() if value)
-        self.assumed.append(f"rows of {by[name]:,} tokens, as long as --{name} lets them be; a vocabulary of "
+        """Tokens of a row: as many as the flags allow."""
+        most = {name: getattr(data_config, name, 0) for name in ("pack_to", "max_tokens")}
+        name = next((name for name, value in most.items() if 0 < value < self.config.block_size), "block_size")
+        tokens = most.get(name, self.config.block_size)
+        self.assumed.append(f"rows of {tokens:,} tokens, as long as --{name} lets them be; a vocabulary of "
                             f"{self.config.vocab_size:,}, else give --vocab_size")
-        return by[name]
+        return tokens
 
     def rows_of(self, parts, world):
         """Rows of a part on a GPU; where there are more parts than rows, there will be fewer parts."""
@@ -144,7 +146,7 @@ class Budget:
             activations, copies = alone, min(copies, self.block)
         sizes = {"weights": self.weights / parts, "gradients": self.gradients / parts,
                  "optimizer states": self.states / parts, "averaged weights (EMA)": self.ema / parts,
-                 "puzzle embeddings": self.table, "carry": self.carry(rows, world), "16-bit copies of weights": copies,
+                 "puzzle embeddings": self.table, "carry": self.carry(rows, world), "cast copies of weights": copies,
                  "activations": activations}
         more = self.stepping / parts - copies - activations
         return sizes | {"more in the optimizer's step": max(more, 0)}
@@ -214,8 +216,8 @@ class Budget:
         """What fits into so many GiB, in words."""
         if self.fits(room):
             return "fits"
-        return "does not fit; " + (self.fewer_rows(room, self.recomputes) or self.fewer_rows(room, bool(self.checkpoint))
-                                   or self.more_gpus(room) or "nor does one row on 1,024 GPUs with fsdp")
+        found = self.fewer_rows(room, self.recomputes) or self.fewer_rows(room, bool(self.checkpoint))
+        return f"does not fit; {found or self.more_gpus(room) or 'nor does one row on 1,024 GPUs with fsdp'}"
 
     def fewer_rows(self, room, recomputes):
         """The fewest parts that fit, as flags; "" if none."""
@@ -288,7 +290,7 @@ def print_compute(c, b, mfu):
     seconds = (flops + again) * c.batch_size / (b.world * mfu * PEAK[b.dtype != torch.float32])
     if b.kind == "hrm":
         most = b.config.halt_max_steps
-        rows = [("a puzzle's segment", f"{flops:.3g}"), (f"a puzzle, of at most {most} segments", f"{most * flops:.3g}")]
+        rows = [("a puzzle's segment", f"{flops:.3g}"), (f"a puzzle, of {most} segments", f"{most * flops:.3g}")]
     else:
         rows = [("a token", f"{flops / b.tokens:.3g}")]
     rows += [("an optimizer step", f"{flops * c.batch_size:.3g}")]

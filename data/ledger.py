@@ -3,9 +3,9 @@
     watched = watch_some(Model, config, rows, tokens, torch.float16)   # seconds, also for a model of 30 billion weights
     watched.activations, watched.copies, watched.flops                 # bytes at the worst moment; of matrix products
 
-The model's own step, backward pass and optimizer run on torch's fake tensors (FakeTensorMode), which have shapes, dtypes
-and storages but no contents, while `Ledger` adds up the storages that are alive. It counts true tensors on a CPU in the
-same way, to the byte; tests/test_budget.py compares the two. Temporaries within one operation are not seen.
+The model's own step, backward pass and optimizer run on torch's fake tensors (FakeTensorMode), which have shapes,
+dtypes and storages but no contents, while `Ledger` adds up the storages that are alive. It counts true tensors on a CPU
+in the same way; tests/test_budget.py compares the two. Temporaries within one operation are not seen.
 
 Float16 is to stand in for a GPU's bfloat16: on a CPU, which fake tensors are said to be on, the models have ways of
 their own for the latter. All tokens are taken to be scored, and in DND to be selected, as in the second step, when all
@@ -151,7 +151,7 @@ def build(Model, config):
     if hasattr(config, "mean_recurrence"):
         steps = math.inf if config.random_recurrence else config.mean_recurrence
         with_grad = min(steps, config.mean_backprop_depth)
-        model.split_steps = lambda _=None: (int(steps > with_grad), with_grad)  # one without gradient: all hold the same
+        model.split_steps = lambda _=None: (int(steps > with_grad), with_grad)  # without: more would hold no more
     if getattr(config, "nested", ()):
         model.nested_pass = types.MethodType(nested_pass, model)
     return model.train()
@@ -192,7 +192,7 @@ def watch_some(Model, config, rows, tokens, dtype):
         return some(n_layer=plain + nested, **fields)
 
     steps, nested = getattr(config, "mean_backprop_depth", 0), len(getattr(config, "nested", ()))
-    if 2 < steps <= config.mean_recurrence if steps else False:
+    if 2 < steps <= getattr(config, "mean_recurrence", 0):
         first = some(mean_backprop_depth=1)
         total = first + (steps - 1) * (some(mean_backprop_depth=2) - first)
     elif getattr(config, "n_layer", 0) > FEW and len({config.has_experts(i) for i in range(config.n_layer)}) == 1:
