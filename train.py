@@ -17,7 +17,7 @@
     python train.py --model qwen3 --data arith                         a small Qwen3, as a base for DND
     python train.py --model dnd --data arith                           nested passes for the newest Qwen3
     python train.py --model dnd --data arith --init_from DIR           the same for a Hugging Face folder of a Qwen3
-    python train.py --model huginn --preset paper --dry_run            what that takes: memory, FLOPs, hours; no data
+    python train.py --model huginn --data text --preset paper --dry_run    what that takes: memory, FLOPs, hours
 
 Flags are the fields of four dataclasses: TrainConfig here, the model's config, how the model is used once it is
 trained (to solve or to write), and the data's config. A value comes from the first of these that names it: the command

@@ -24,9 +24,10 @@ No data are read, and no memory is taken: steps are watched on fake tensors, see
            recomputed counts in the time, not in the FLOPs
     time   FLOPs / (W * mfu * 989e12), the H100's dense bfloat16 (67e12 with --dtype float32)
 
-Left out: temporaries within a kernel, buckets of ddp, gradients that fsdp has not scattered yet and what it gathers
-ahead, --compile (which needs less), evaluation (--eval_batch_size rows without gradient), loading, communication. A
-card counts as full at 95 %, less 1 GiB for CUDA itself.
+With grad_accum 1, gradients come as activations go: that takes less than this says. Left out: temporaries within a
+kernel, buckets of ddp, gradients that fsdp has not scattered yet and what it gathers ahead, --compile (which needs
+less), evaluation (--eval_batch_size rows without gradient), loading, communication. A card counts as full at 95 %, less
+1 GiB for CUDA itself.
 """
 
 import dataclasses
@@ -266,13 +267,13 @@ def print_budget(configs, Model, world_size=1, mfu=0.4, parallel="none"):
     wide = "puzzle" if b.kind == "hrm" else "row"
     parts = -(-c.batch_size // (world_size * b.rows))
     print(f"budget of {c.model} on {c.data}, preset {c.preset} | {world_size:,} x H100, parallel {parallel}, "
-          f"{'float32' if b.dtype == torch.float32 else 'bfloat16 over float32 weights'} | nothing is trained, no data "
-          f"read\nbatch_size {c.batch_size:,}: on each GPU {parts:,} part{'s' * (parts > 1)} of {b.rows:,} {wide}"
+          f"{'float32' if b.dtype == torch.float32 else 'bfloat16 autocast'} | nothing is trained, no data read\n"
+          f"batch_size {c.batch_size:,}: on each GPU {parts:,} part{'s' * (parts > 1)} of {b.rows:,} {wide}"
           f"{'s' * (b.rows > 1)} of {b.tokens:,} {'cells' if b.kind == 'hrm' else 'tokens'}")
     print("".join(f"assumed: {line}\n" for line in b.assumed))
     names = [("in all", b.total)] + [("trained", b.trained)] * (b.trained < b.total) + b.applied()
     names += [("puzzle embeddings beside", b.table // 4)] * bool(b.table)
-    print_rows("parameters", [""], [(name, f"{count:,}") for name, count in names])
+    print_rows("parameters", ["count"], [(name, f"{count:,}") for name, count in names])
     sizes = b.memory()
     sizes = {name: size for name, size in sizes.items() if size} | {"in all, at the worst moment": sum(sizes.values())}
     print()
@@ -282,21 +283,20 @@ def print_budget(configs, Model, world_size=1, mfu=0.4, parallel="none"):
     print()
     for name, size in CARDS.items():
         room = 0.95 * size - 1
-        print(f"  {name} ({room:.1f} GiB of use): {b.advice(room)}")
+        print(f"  {name} ({room:.1f} GiB usable): {b.advice(room)}")
 
 
 def print_compute(c, b, mfu):
     flops, again = b.flops()
     seconds = (flops + again) * c.batch_size / (b.world * mfu * PEAK[b.dtype != torch.float32])
+    works = [("a token", flops / b.tokens)]
     if b.kind == "hrm":
         most = b.config.halt_max_steps
-        rows = [("a puzzle's segment", f"{flops:.3g}"), (f"a puzzle, of {most} segments", f"{most * flops:.3g}")]
-    else:
-        rows = [("a token", f"{flops / b.tokens:.3g}")]
-    rows += [("an optimizer step", f"{flops * c.batch_size:.3g}")]
-    rows += [("recomputing, beside", f"{again * c.batch_size:.3g}")] * bool(again)
-    rows += [("time of a step", in_words(seconds))]
+        works = [("a puzzle's segment", flops), (f"a puzzle, of {most} segments", most * flops)]
+    works += [("an optimizer step", flops * c.batch_size)]
+    works += [("recomputing, beside", again * c.batch_size)] * bool(again)
+    rows = [(name, f"{work:.3g} FLOPs") for name, work in works] + [("time of a step", in_words(seconds))]
     rows += [(f"max_steps {c.max_steps:,}", in_words(seconds * c.max_steps))] * (c.max_steps > 0)
-    print_rows(f"FLOPs, forward and backward; time at MFU {mfu:g}", [""], rows)
+    print_rows(f"work, and time at MFU {mfu:g}", ["forward and backward"], rows)
     if b.config.n_embd < SLOW:
         print(f"  a model of width {b.config.n_embd} will not reach that MFU: its kernels are too small for an H100")

@@ -1,6 +1,6 @@
 """The budget that --dry_run prints: against true steps on a CPU, and as a user sees it.
 
-    pytest tests/test_budget.py                      a minute or two
+    pytest tests/test_budget.py                      three minutes
 """
 
 import dataclasses
@@ -126,7 +126,7 @@ def test_few_layers_tell_what_many_take(model, config):
     Model = train.MODELS[model][0]
     some, every = (f(Model, config, 4, 64, torch.float16) for f in (watch_some, watch_fake))
     for name in ("activations", "copies", "alone", "held", "flops"):
-        assert getattr(some, name) == pytest.approx(getattr(every, name), rel=0.02), name
+        assert getattr(some, name) == pytest.approx(getattr(every, name), rel=0.05), name
 
 
 def budget_of(words, **options):
