@@ -154,11 +154,12 @@ class Budget:
 
     def line(self, rows, recomputes):
         """activations, copies, alone of Watched; of fewer rows than asked for, by a straight line from one row."""
-        seen = np.array(dataclasses.astuple(self.watched(self.rows, recomputes)))[:3]
-        if rows < self.rows:
-            one = np.array(dataclasses.astuple(self.watched(1, recomputes)))[:3]
-            seen = one + (rows - 1) / (self.rows - 1) * (seen - one)
-        return seen.tolist()
+        def at(rows):
+            seen = self.watched(rows, recomputes)
+            return np.array([*seen.worst, seen.alone])
+
+        share = (rows - 1) / max(self.rows - 1, 1) if rows < self.rows else 1
+        return (at(self.rows) if share == 1 else at(1) + share * (at(self.rows) - at(1))).tolist()
 
     def mean_steps(self):
         """Of a Huginn: the mean numbers of steps of its core without and with gradient."""

@@ -100,11 +100,26 @@ class Ledger(TorchDispatchMode):
 class Watched:
     """Bytes of one part's forward and backward pass."""
 
-    activations: float  # at its worst moment
-    copies: float  # then, of weights in 16 bits
+    forward: float  # activations at the worst moment of the forward pass
+    forward_copies: float  # then, of weights that were cast
+    backward: float  # the same of the backward pass
+    backward_copies: float
     alone: float  # of activations at their own worst moment
     held: float  # of both, between the forward and the backward pass
     flops: float  # of the matrix products
+
+    @property
+    def worst(self):
+        """(activations, copies) at the worst moment of all."""
+        return max((self.forward, self.forward_copies), (self.backward, self.backward_copies), key=sum)
+
+    @property
+    def activations(self):
+        return self.worst[0]
+
+    @property
+    def copies(self):
+        return self.worst[1]
 
 
 def watch(model, batch, dtype, carry=None):
@@ -120,9 +135,9 @@ def watch(model, batch, dtype, carry=None):
     with Ledger(own, weights) as ledger:
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
             loss, _, carry = model.step(batch, carry)
-        held = sum(ledger.now)
+        held, forward, ledger.peak = sum(ledger.now), ledger.peak, ledger.now
         loss.backward()
-    return Watched(*ledger.peak, ledger.alone, held, ledger.flops)
+    return Watched(*forward, *ledger.peak, ledger.alone, held, ledger.flops)
 
 
 def watch_optimizers(model):
@@ -192,9 +207,9 @@ def watch_some(Model, config, rows, tokens, dtype):
         return some(n_layer=plain + nested, **fields)
 
     steps, nested = getattr(config, "mean_backprop_depth", 0), len(getattr(config, "nested", ()))
-    if 2 < steps <= getattr(config, "mean_recurrence", 0):
-        first = some(mean_backprop_depth=1)
-        total = first + (steps - 1) * (some(mean_backprop_depth=2) - first)
+    if 3 < steps <= getattr(config, "mean_recurrence", 0):  # a single one may have its worst moment elsewhere
+        first = some(mean_backprop_depth=2)
+        total = first + (steps - 2) * (some(mean_backprop_depth=3) - first)
     elif getattr(config, "n_layer", 0) > FEW and len({config.has_experts(i) for i in range(config.n_layer)}) == 1:
         first = layers(2, min(nested, 1))
         total = first + (config.n_layer - nested - 2) * (layers(3, min(nested, 1)) - first)

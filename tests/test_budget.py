@@ -119,6 +119,7 @@ def test_recomputed_steps_are_watched(model, config):
 
 @pytest.mark.parametrize("model, config", (
     ("huginn", MODELS["huginn-256"][1]), ("modr", MODELS["modr-256"][1]),
+    ("huginn", dataclasses.replace(MODELS["huginn-256"][1], checkpoint_core=True)),
     ("qwen3", dataclasses.replace(dnd.PLAIN_PRESETS["nano"], n_layer=10)),
     ("dnd", dataclasses.replace(dnd.PRESETS["nano"], n_layer=12, nested_last=8)),
     ("dnd", dataclasses.replace(dnd.PRESETS["nano-moe"], n_layer=10, nested_last=6, checkpoint_layers=True))))
