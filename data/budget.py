@@ -16,7 +16,7 @@ No data are read, and no memory is taken: steps are watched on fake tensors, see
     copies                autocast's: from a weight's use to the end of the forward pass or, if saved, to its gradient
     activations           what else is alive at the worst moment of the forward and backward pass of one part
 
-    ddp    everything is held by each of W GPUs, the batch is split
+    ddp    everything is held by each of W GPUs, and its buckets, as much as the gradients; the batch is split
     fsdp   (weights + gradients + states + EMA) / W; of the copies only those of the largest block, gathered at a time
 
     FLOPs  of a language model: its flops(), forward and backward, 6 per weight and token and the attention, for the
@@ -25,7 +25,7 @@ No data are read, and no memory is taken: steps are watched on fake tensors, see
     time   FLOPs / (W * mfu * 989e12), the H100's dense bfloat16 (67e12 with --dtype float32)
 
 With grad_accum 1, gradients come as activations go: that takes less than this says. Left out: temporaries within a
-kernel, buckets of ddp, gradients that fsdp has not scattered yet and what it gathers ahead, --compile (which needs
+kernel, gradients that fsdp has not scattered yet and what it gathers ahead, --compile (which needs
 less), evaluation (--eval_batch_size rows without gradient), loading, communication. A card counts as full at 95 %, less
 1 GiB for CUDA itself.
 """
@@ -146,6 +146,7 @@ class Budget:
         if parts > 1:
             activations, copies = alone, min(copies, self.block)
         sizes = {"weights": self.weights / parts, "gradients": self.gradients / parts,
+                 "ddp's buckets": self.gradients * (parallel == "ddp" and world > 1),
                  "optimizer states": self.states / parts, "averaged weights (EMA)": self.ema / parts,
                  "puzzle embeddings": self.table, "carry": self.carry(rows, world), "cast copies of weights": copies,
                  "activations": activations}
@@ -263,7 +264,7 @@ def check_budget(world_size, mfu, parallel):
 def print_budget(configs, Model, world_size=1, mfu=0.4, parallel="none"):
     """The tables. parallel: none (with several GPUs, ddp), ddp or fsdp."""
     check_budget(world_size, mfu, parallel)
-    parallel = "ddp" if parallel == "none" and world_size > 1 else parallel
+    parallel = "none" if world_size == 1 else "ddp" if parallel == "none" else parallel
     c, b = configs[0], Budget(configs, Model, world_size, parallel)
     wide = "puzzle" if b.kind == "hrm" else "row"
     parts = -(-c.batch_size // (world_size * b.rows))

@@ -214,6 +214,7 @@ def test_gpus_share_what_they_can():
     for name in ("weights", "gradients", "optimizer states"):
         assert ddp[name] == one[name] and fsdp[name] == pytest.approx(one[name] / 8)
     assert ddp["activations"] == pytest.approx(one["activations"] / 8, rel=0.02)
+    assert ddp["ddp's buckets"] == one["gradients"] and not one["ddp's buckets"] and not fsdp["ddp's buckets"]
     assert 0 < fsdp["cast copies of weights"] < ddp["cast copies of weights"]
 
 
