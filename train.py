@@ -21,6 +21,7 @@
     python train.py --model dnd --data arith                           nested passes for the newest Qwen3
     python train.py --model dnd --data arith --init_from DIR           the same for a Hugging Face folder of a Qwen3
     torchrun --nproc_per_node 8 train.py ... --parallel fsdp           any of them on 8 GPUs of one machine
+    python train.py --model huginn --data text --preset paper --dry_run    what that takes: memory, FLOPs, hours
 
 Flags are the fields of four dataclasses: TrainConfig here, the model's config, how the model is used once it is
 trained (to solve or to write), and the data's config. A value comes from the first of these that names it: the command
@@ -80,7 +81,7 @@ import dnd
 import hrm
 import huginn
 import modr
-from data import arc, arc_vote, arith, chat, maze, selection, study, sudoku, text, thinking
+from data import arc, arc_vote, arith, budget, chat, maze, selection, study, sudoku, text, thinking
 from data import math as math_sets
 from data.common import atomic_write
 from data.ranks import Ranks, shard_states
@@ -103,6 +104,9 @@ class TrainConfig:
     analysis: Literal[("", *thinking.ANALYSES, *study.STUDIES)] = ""  # of a trained hrm; depth, modules: trained for it
     baseline: str = ""  # a run to compare with in --analysis residual: of a plain recurrent network (--L_layers 0)
     plot: str = ""  # a .png file to draw to, where --eval_only (dnd) or --analysis has something to draw
+    dry_run: bool = False  # print what a training takes, memory, FLOPs and hours, and stop; reads no data
+    world_size: int = 1  # GPUs of the training that --dry_run tells of; makes no difference elsewhere
+    mfu: float = 0.4  # share of an H100's peak FLOP/s that --dry_run expects
     stop: str = ""  # special tokens that end a text, separated by commas; empty = the tokenizer's end of text
     # machine
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
@@ -205,7 +209,7 @@ TUNING = dict(batch_size=16, grad_accum=16, lr=1e-5, warmup_steps=50, max_steps=
 TUNING_OF = {"dnd": dict(lr=5e-6, last_lr=0.2, grad_clip=1.0)}  # in which a model differs; these are the paper's
 # fields that belong to one call and are not taken from a checkpoint
 OF_THIS_CALL = ("init_from", "out_dir", "eval_only", "solve", "sample", "export", "analysis", "baseline", "plot",
-                "stop", "device")
+                "stop", "device", "dry_run", "world_size", "mfu")
 OF_THE_DATA = ("vocab_size", "seq_len", "num_puzzle_identifiers", "box_rows", "box_cols")  # model settings it decides
 LOG_EVERY = 10  # steps between looks at the metrics: each look waits for the device
 
@@ -295,7 +299,8 @@ def parse(argv):
     recipe = RECIPES.get((known.model, preset), {}) | DATA_RECIPES.get((known.model, preset, known.data), {})
     defaults = asdict(presets[preset]) | recipe
     defaults |= {"preset": preset, "model": known.model, "data": known.data}
-    if path and os.path.isdir(path):  # published weights of this size are tuned, not trained as they were
+    published = known.preset.startswith("qwen3-") and known.dry_run and not path  # what will be the start
+    if published or path and os.path.isdir(path):  # published weights of this size are tuned, not trained as they were
         defaults |= TUNING | TUNING_OF.get(known.model, {})
     if path:
         with user_errors():
@@ -920,8 +925,9 @@ def check_uses(c, argv):
             raise UserError(f"--plot {c.plot} goes with --eval_only or --analysis; add one")
         with user_errors():
             check_plot(c.plot)
-    if sum(map(bool, (c.eval_only, c.solve, c.sample, c.export, c.analysis))) > 1:
-        raise UserError("more than one of --eval_only, --solve, --sample, --export and --analysis; give one at a time")
+    if sum(map(bool, (c.eval_only, c.solve, c.sample, c.export, c.analysis, c.dry_run))) > 1:
+        raise UserError("more than one of --eval_only, --solve, --sample, --export, --analysis and --dry_run; give one "
+                        "at a time")
 
 
 def run(argv):
@@ -930,6 +936,10 @@ def run(argv):
     check_uses(c, argv)
     if only_uses(c) and os.environ.get("RANK", "0") != "0":  # of several processes, one is enough
         return None
+    if c.dry_run:
+        with user_errors():
+            return budget.print_budget((c, model_config, use, data_config), MODELS[c.model][0], c.world_size, c.mfu,
+                                       c.parallel if c.world_size > 1 else "none")
     if c.analysis in study.STUDIES:
         return compare(argv, c, model_config)
     if path is None and c.model in BASES:

@@ -101,7 +101,8 @@ class Ranks:
         if self.size == 1:
             return model.step
         if kind == "ddp":  # some steps leave a parameter out, such as a branch that nothing was sent to
-            return DistributedDataParallel(Step(model), broadcast_buffers=False, find_unused_parameters=True)
+            return DistributedDataParallel(Step(model), broadcast_buffers=False, find_unused_parameters=True,
+                                           gradient_as_bucket_view=True)
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         for part in [*model.parts_to_compile(), model]:
             fully_shard(part, mp_policy=policy)
