@@ -119,7 +119,7 @@ class TrainConfig:
     max_steps: int = -1  # optimizer steps; -1 = no limit
     time_limit: float = -1  # minutes of training, validations included; -1 = no limit
     batch_size: int = 64  # puzzles or texts per step
-    grad_accum: int = 1  # parts that a batch is computed in, one after another, to save memory
+    grad_accum: int = 1  # parts that each process computes its rows in, one after another, to save memory
     lr: float = 1e-3  # learning rate
     warmup_steps: int = 100  # steps of linear warm-up; 0 = none
     decay_steps: int = -1  # step at which lr has fallen (cosine) to its last value; -1 = constant after the warm-up
@@ -498,15 +498,21 @@ class Machine:
         """The machine that a TrainConfig asks for; joins the other processes, if torchrun started any."""
         device = pick_device(c.device)
         ranks = Ranks() if only_uses(c) else Ranks.join(device, c.rank_timeout)
-        if c.batch_size % (c.grad_accum * ranks.size):
+        whole = ranks.size * parts_of(c, ranks)
+        if c.batch_size % whole:
             raise UserError(f"--batch_size {c.batch_size} on {ranks.size} processes, each in --grad_accum "
-                            f"{c.grad_accum} parts: give a multiple of {c.grad_accum * ranks.size}")
+                            f"{c.grad_accum} parts: give a multiple of {whole}")
         if ranks.rank:  # the first one speaks
             sys.stdout = open(os.devnull, "w")
         return cls(device, *pick_dtype(c.dtype, device), ranks)
 
     def autocast(self):
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+
+
+def parts_of(c, ranks):
+    """Parts that each process computes its rows in: as many as asked for, as long as there is a row for each."""
+    return max(1, min(c.grad_accum, c.batch_size // ranks.size))
 
 
 def device_name(name):
@@ -649,7 +655,7 @@ class Trainer:
             self.optimizers = model.configure_optimizers(c.lr, c.weight_decay, (c.beta1, c.beta2))
         self.base_lr = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
         self.scaler = torch.amp.GradScaler(machine.device.type, enabled=machine.dtype == torch.float16)
-        self.step, self.elapsed, self.best, self.carries = 0, 0.0, None, [None] * c.grad_accum
+        self.step, self.elapsed, self.best, self.carries = 0, 0.0, None, [None] * parts_of(c, self.ranks)
         if saved:
             self.restore(saved)
         self.log = Log(folder, self.step) if self.ranks.rank == 0 else None
@@ -696,8 +702,8 @@ class Trainer:
                                 f"{saved['config'][name]}; resume with that, or start a new run from its weights with "
                                 "--init_from PATH")
         device = self.machine.device
-        self.carries = [carry and self.model.Carry(**to_device(self.ranks.rows(carry), device))
-                        for carry in saved["carries"]]
+        self.carries = [carry and self.model.Carry(**to_device(carry, device))
+                        for carry in self.ranks.deal(saved["carries"], len(self.carries))]
         rngs = [saved["rng"], *saved.get("other_rngs", [])]
         if self.ranks.rank < len(rngs):
             set_rng_state(rngs[self.ranks.rank])
@@ -721,8 +727,8 @@ class Trainer:
 
     def forward_backward(self, batch):
         """Leaves the gradient of the whole batch, computed in grad_accum parts -> metrics: name -> (total, count)."""
-        metrics, carries, alone = {}, list(self.carries), self.c.grad_accum == self.ranks.size == 1
-        parts = list(self.ranks.shares(batch, self.c.grad_accum))
+        metrics, carries, alone = {}, list(self.carries), len(self.carries) == self.ranks.size == 1
+        parts = list(self.ranks.shares(batch, len(carries)))
         for i, part in enumerate(parts):
             with self.ranks.syncs(self.model_step, i == len(parts) - 1):
                 with self.machine.autocast():

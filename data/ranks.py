@@ -170,11 +170,23 @@ class Ranks:
         dist.all_gather_into_tensor(whole, value.contiguous())
         return whole
 
-    def rows(self, value):
-        """This rank's part of what `gather` returned, on any number of ranks."""
-        if isinstance(value, dict):
-            return {name: self.rows(part) for name, part in value.items()}
-        return value.tensor_split(self.size)[self.rank] if isinstance(value, torch.Tensor) else value
+    def deal(self, gathered, parts):
+        """A list of what `gather` returned for each part -> this rank's rows of each of `parts` parts.
+
+        Parts and ranks may be others than they were: the rows are in order, and are dealt out as `shares` does. What is
+        None, as in a model without a carry, stays so.
+        """
+        if None in gathered:
+            return [None] * parts
+
+        def dealt(values, part):
+            if isinstance(values[0], dict):
+                return {name: dealt([value[name] for value in values], part) for name in values[0]}
+            if not isinstance(values[0], torch.Tensor):
+                return values[0]
+            return torch.cat(values).tensor_split(parts)[part].tensor_split(self.size)[self.rank]
+
+        return [dealt(gathered, part) for part in range(parts)]
 
     def all_objects(self, value):
         """[the value of each rank], which can be pickled."""

@@ -19,6 +19,7 @@ sys.path.insert(0, ROOT)
 
 import huginn  # noqa: E402
 import train  # noqa: E402
+from data.ranks import Ranks  # noqa: E402
 
 HRM = ("--model hrm --data sudoku --preset nano-6x6 --box 2x2 --clues 6 --n_embd 32 --n_head 2 --num_train 64 "
        "--num_val 16 --num_test 16 --halt_max_steps 4 --depths 1,2,4 --halt_exploration_prob 0").split()
@@ -124,6 +125,30 @@ def test_a_rank_that_fails_ends_all(folder, what, word):
     code, out = launch(folder, [what, *flags])
     assert code != 0 and re.search(word, out) and time.monotonic() - started < 120, out[-3000:]
     assert not os.path.exists(f"two/{what}/last.pt"), "it happened before the first validation"
+
+
+def test_rows_are_dealt_out_to_any_number_of_ranks_and_parts():
+    rows = {"z": torch.arange(24).view(12, 2), "data": {"x": torch.arange(12)}, "least": 0}
+    def cut(value, pieces):
+        return [{"z": z, "data": {"x": x}, "least": 0}
+                for z, x in zip(value["z"].tensor_split(pieces), value["data"]["x"].tensor_split(pieces))]
+    for before, parts, size in ((1, 1, 2), (2, 1, 1), (1, 2, 3), (3, 2, 2)):
+        dealt = [Ranks(rank, size).deal(cut(rows, before), parts) for rank in range(size)]
+        assert torch.cat([dealt[rank][part]["z"] for part in range(parts) for rank in range(size)]).equal(rows["z"])
+        for mine in sum(dealt, []):
+            assert mine["z"][:, 0].equal(2 * mine["data"]["x"]) and mine["least"] == 0
+    assert Ranks(0, 2).deal([None, None], 3) == [None] * 3
+
+
+def test_shares_of_all_ranks_are_the_batch():
+    batch = {"inputs": torch.arange(14).view(7, 2), "labels": torch.arange(14).view(7, 2)}
+    parts = [list(Ranks(rank, 3).shares(batch, 2)) for rank in range(3)]
+    mine = [part[i] for i in range(2) for part in parts]
+    scored = [share for share in mine if (share["labels"] != -100).any()]
+    assert torch.cat([share["inputs"] for share in scored]).equal(batch["inputs"]) and all(len(p) == 2 for p in parts)
+    assert [len(list(Ranks().shares(batch, 9))), len(list(Ranks().shares(batch, 2)))] == [7, 2], "no part is empty"
+    alone = list(Ranks(1, 2).shares({"inputs": torch.ones(1, 4), "labels": torch.ones(1, 4)}, 1))
+    assert (alone[0]["labels"] == -100).all(), "a rank without a row takes one that is not scored"
 
 
 def test_a_checkpoint_is_used_by_one_process(folder):
