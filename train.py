@@ -954,7 +954,7 @@ def run(argv):
         c, model_config, use, data_config, path = parse(argv)
     configs = [c, model_config, use, data_config]
     machine = Machine.of(c)
-    ranks, device = machine.ranks, machine.device
+    ranks = machine.ranks
     parse_depths(c.depths)
     starts = c.init_from != "resume" and not only_uses(c)
     folder = ranks.first_decides(lambda: new_folder(c)) if starts else os.path.dirname(path)
@@ -967,14 +967,8 @@ def run(argv):
         data, model = build(configs, path)
     if ranks.rank:  # equal weights, but noise and exploration of each rank's own
         torch.manual_seed(c.seed + ranks.rank)
-    model.to(device)
-    print(f"{c.model} on {c.data}, preset {c.preset}, {count_parameters(model)} | {device} in {machine.reason} | "
-          f"torch {torch.__version__}, numpy {np.__version__}, python {sys.version.split()[0]}")
-    step = path and os.path.isfile(path) and (read_checkpoint(path).get("best") or {}).get("step")
-    print("model " + json.dumps(asdict(configs[1])) + (f", from {path}" if path else "")
-          + (f", best at step {step}" if step else ""))
-    if c.init_from == "scratch" and c.model in BASES and (stopped := unfinished(path)):
-        print(f"note: the run it goes on was stopped at step {stopped}, before its limit; --init_from names another")
+    model.to(machine.device)
+    introduce(configs, model, machine, path)
     if c.solve:
         return solve(c, use, model, data, machine)
     if c.sample:
@@ -982,15 +976,38 @@ def run(argv):
     if c.export:
         return export(configs, model, data)
     print("\n".join(data.summary()))
+    check_data(c, use, model, data)
+    if c.eval_only:
+        return score(c, use, model, data, machine, path)
+    if c.analysis:
+        return analyse(c, model, data, machine)
+    return train(configs, model, data, machine, folder, path)
+
+
+def introduce(configs, model, machine, path):
+    """Say what is run, where and in what precision, with all of the model's settings."""
+    c = configs[0]
+    print(f"{c.model} on {c.data}, preset {c.preset}, {count_parameters(model)} | {machine.device} in {machine.reason} "
+          f"| torch {torch.__version__}, numpy {np.__version__}, python {sys.version.split()[0]}")
+    step = path and os.path.isfile(path) and (read_checkpoint(path).get("best") or {}).get("step")
+    print("model " + json.dumps(asdict(configs[1])) + (f", from {path}" if path else "")
+          + (f", best at step {step}" if step else ""))
+    if c.init_from == "scratch" and c.model in BASES and (stopped := unfinished(path)):
+        print(f"note: the run it goes on was stopped at step {stopped}, before its limit; --init_from names another")
+
+
+def check_data(c, use, model, data):
+    """UserError for data that the work, whatever it is, would stumble over later."""
     for split in ("test",) if only_uses(c) else ("train", "val", "test"):
         if not len(getattr(data, split)):
             raise UserError(f"the {split} split is empty, but it is needed; see --num_{split}, or --{split}_fraction")
     check_rows(c, model, data)
     use_options(c, use, data)  # an unknown --stop is told before the work
-    if c.eval_only:
-        return score(c, use, model, data, machine, path)
-    if c.analysis:
-        return analyse(c, model, data, machine)
+
+
+def train(configs, model, data, machine, folder, path):
+    """Train in a run folder, then report. Returns the name of the signal that stopped it, or None."""
+    c, ranks = configs[0], machine.ranks
     with user_errors(), ranks.first_goes_ahead():
         os.makedirs(folder, exist_ok=True)
     c.init_from = c.init_from if c.init_from == "resume" else path or "scratch"  # a checkpoint tells what it began as
