@@ -113,6 +113,7 @@ class TrainConfig:
     parallel: Literal["ddp", "fsdp"] = "ddp"  # under torchrun: each process holds the model, or a share of it (FSDP2)
     rank_timeout: float = 10.0  # minutes that a process waits for the others before it ends with an error
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the forward pass; the weights stay float32
+    profile: int = -1  # steps to profile, from the tenth on, into trace.json of the run folder; -1 = none
     compile: bool = False  # torch.compile the blocks; on a CPU this needs a C++ compiler
     seed: int = 0  # of weights, data order and exploration
     # optimization
@@ -140,7 +141,7 @@ class TrainConfig:
                   "rank_timeout": (0.01, 1e4), "ema": (0, 0.99999), "beta1": (0, 0.99999), "beta2": (0, 0.99999),
                   "weight_decay": (0, 1e3),
                   "warmup_steps": (0, 2**40), "last_lr": (0, 1)}
-        or_off = ("max_steps", "time_limit", "decay_steps", "grad_clip", "eval_interval")
+        or_off = ("profile", "max_steps", "time_limit", "decay_steps", "grad_clip", "eval_interval")
         for name, (least, most) in limits.items():
             if not least <= getattr(self, name) <= most:  # nan too
                 raise ValueError(f"--{name} {getattr(self, name)}: give {least} to {most:g}")
@@ -781,9 +782,10 @@ class Trainer:
                    bar_format="{n_fmt}/{total_fmt} {bar:10} {desc}" if limit else "{n_fmt} {desc}",
                    disable=self.ranks.rank > 0)
         self.model.train()
-        done = self.finished()
+        done, profiler = self.finished(), self.profiler()
         while not done:
             metrics = self.one_step()
+            profiler and profiler.step()
             self.elapsed = time.monotonic() - started
             pending.append((self.step, self.elapsed, metrics))
             done = self.ends(stop)
@@ -803,8 +805,22 @@ class Trainer:
         if stop.name or not self.step:
             self.flush(pending)  # the signal may have come after this step's look at them
             self.save("last.pt", self.content())
+        profiler and profiler.stop()
         bar.close()
         return stop.name
+
+    def profiler(self):
+        """A torch profiler that has started and is to be told of each step; None if none is asked for.
+
+        Its trace can be looked at in Perfetto or chrome://tracing.
+        """
+        if self.c.profile <= 0 or self.ranks.rank:
+            return None
+        path = os.path.join(self.folder, "trace.json")
+        steps = torch.profiler.schedule(wait=9, warmup=1, active=self.c.profile, repeat=1)
+        profiler = torch.profiler.profile(schedule=steps, on_trace_ready=lambda p: p.export_chrome_trace(path))
+        profiler.start()
+        return profiler
 
     def ends(self, stop):
         """Whether a limit or a signal ends the run here. All ranks agree, for which they ask each other at times."""

@@ -186,6 +186,14 @@ def test_a_run_says_what_it_does_and_exact_accuracy_comes_first(run):
     assert keys.index("exact_accuracy") < keys.index("accuracy") and {"step", "elapsed", "lr"} <= set(keys)
 
 
+def test_profile_writes_a_trace_of_so_many_steps(run):
+    assert run("--max_steps", 14, "--profile", 2)[0] == 0
+    with open("out/hrm-sudoku/trace.json", encoding="utf-8") as file:
+        events = [event["name"] for event in json.load(file)["traceEvents"] if "name" in event]
+    assert {name for name in events if name.startswith("ProfilerStep#")} == {"ProfilerStep#10", "ProfilerStep#11"}
+    fails(run("--max_steps", 2, "--profile", -3), "--profile -3")
+
+
 def test_run_folders_are_never_mixed(run, tmp_path):
     assert run("--max_steps", 2)[0] == 0
     code, out, _ = run("--max_steps", 2)
