@@ -210,7 +210,7 @@ TUNING = dict(batch_size=16, grad_accum=16, lr=1e-5, warmup_steps=50, max_steps=
 TUNING_OF = {"dnd": dict(lr=5e-6, last_lr=0.2, grad_clip=1.0)}  # in which a model differs; these are the paper's
 # fields that belong to one call and are not taken from a checkpoint
 OF_THIS_CALL = ("init_from", "out_dir", "eval_only", "solve", "sample", "export", "analysis", "baseline", "plot",
-                "stop", "device", "dry_run", "world_size", "mfu")
+                "stop", "device", "dry_run", "world_size", "mfu", "profile")
 OF_THE_DATA = ("vocab_size", "seq_len", "num_puzzle_identifiers", "box_rows", "box_cols")  # model settings it decides
 LOG_EVERY = 10  # steps between looks at the metrics: each look waits for the device
 
