@@ -28,7 +28,8 @@ that is not scored and, if puzzles have ids, puzzle_identifiers (B,).
 
 What the paper leaves open is settled as in its released code: norms without gain, the loss a mean over the labelled
 cells of a puzzle, summed over puzzles, divided by the batch. Ours are `grad_updates`, q_target "none", the softmax
-loss, "grid" positions and, as the paper's text has it but not its code, exploration drawn once per puzzle.
+loss, "grid" positions, L_layers 0 (a single module, z_H = H(z_H + x), of which baselines are made) and, as the paper's
+text has it but not its code, exploration drawn once per puzzle.
 """
 
 import math
@@ -216,7 +217,7 @@ class Block(nn.Module):
 
 
 class Level(nn.Module):
-    """One of the two modules, H or L: adds what it is told to its state once, then runs its blocks."""
+    """A module, H or L: adds what it is told to its state once, then runs its blocks."""
 
     def __init__(self, config, n_layers):
         super().__init__()

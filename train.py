@@ -226,7 +226,10 @@ def user_errors():
         yield
     except BrokenPipeError:
         raise
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        place = f"{error.filename}: {error.strerror}; name another file or folder" if error.filename else str(error)
+        raise UserError(place) from None
+    except ValueError as error:
         raise UserError(str(error)) from None
 
 
@@ -308,7 +311,8 @@ def parse(argv):
             defaults |= model_class.pretrained_config(path)
         if known.data == saved.get("config", {}).get("data"):
             on_base = BASES.get(known.model) == saved["config"]["model"]  # then what is learned is the recipe's choice
-            defaults |= saved["data_config"] | (recipe if on_base else {})
+            theirs = {name: value for name, value in saved["data_config"].items() if name != "data_dir"}
+            defaults |= theirs | (recipe if on_base else {})
         # else it is a new run, from old weights
         if known.init_from == "resume" or only_uses(known):
             defaults |= {name: value for name, value in saved.get("config", {}).items() if name not in OF_THIS_CALL}
@@ -429,10 +433,11 @@ def read_checkpoint(path):
 def check_saved(saved, known, path):
     """A checkpoint of another model, or of weights alone where a run is to go on, is an error now rather than later."""
     goes_on = known.init_from == "resume" and not only_uses(known)
+    texts = {known.data, saved.get("config", {}).get("data")} <= {"", None, *TEXTS}  # of which any will do
     if goes_on and "optimizers" not in saved:
         raise UserError(f"{path} holds weights only, which cannot be resumed; start a new run from them with "
                         f"--init_from {path}")
-    for name in ("model", "data") if goes_on else ("model",):
+    for name in ("model", "data") if goes_on or not texts else ("model",):
         theirs = saved.get("config", {}).get(name, "")
         is_base = name == "model" and not goes_on and BASES.get(known.model) == theirs
         if theirs and getattr(known, name) not in ("", theirs) and not is_base:
@@ -940,6 +945,8 @@ def check_uses(c, argv):
     if c.analysis and not hasattr(MODELS[c.model][0], "updates"):
         raise UserError(f"--analysis {c.analysis}: is made for --model hrm; what there is of a {c.model}, --eval_only "
                         "tells")
+    if c.analysis in study.STUDIES and c.init_from != "scratch":
+        raise UserError(f"--analysis {c.analysis} trains from scratch; leave --init_from {c.init_from} out")
     if c.baseline and c.analysis != "residual":
         raise UserError(f"--baseline {c.baseline} goes with --analysis residual; add that")
     if c.plot:
@@ -1016,7 +1023,9 @@ def check_data(c, use, model, data):
     """UserError for data that the work, whatever it is, would stumble over later."""
     for split in ("test",) if only_uses(c) else ("train", "val", "test"):
         if not len(getattr(data, split)):
-            raise UserError(f"the {split} split is empty, but it is needed; see --num_{split}, or --{split}_fraction")
+            names = (f"num_{split}", f"{split}_fraction", "tasks")
+            flags = ", ".join(f"--{name}" for name in names if hasattr(data.config, name))
+            raise UserError(f"the {split} split is empty, but it is needed; see {flags}")
     check_rows(c, model, data)
     use_options(c, use, data)  # an unknown --stop is told before the work
 
@@ -1125,6 +1134,8 @@ def analyse(c, model, data, machine):
 
     with user_errors():
         path = os.path.join(c.baseline, "best.pt") if os.path.isdir(c.baseline) else c.baseline
+        if path and not os.path.isfile(path):
+            raise UserError(f"--baseline {c.baseline}: no such checkpoint; name a run's folder, or its best.pt")
         baseline = type(model).load_pretrained(path).to(machine.device).eval() if path else None
         thinking.print_analysis(c.analysis, model.eval(), data, batches, machine.autocast, parse_depths(c.depths),
                                 baseline, c.plot)
@@ -1137,6 +1148,8 @@ def compare(argv, c, model_config):
     of them, or None.
     """
     folder = c.out_dir or os.path.join("out", f"{c.model}-{c.data}-{c.analysis}")
+    if os.path.exists(os.path.join(folder, "last.pt")):
+        raise UserError(f"--out_dir {folder} is the folder of a run; name another, for --analysis {c.analysis} to fill")
     results, networks = [], study.variants(c.analysis, model_config)
     for i, (name, fields) in enumerate(networks.items()):
         run_folder = os.path.join(folder, name)
@@ -1147,8 +1160,10 @@ def compare(argv, c, model_config):
             check_same(last, *parse(flags)[:-1])
         if not os.path.exists(last) or unfinished(last):
             print(f"\n{name}, network {i + 1} of {len(networks)}, in {run_folder}\n", flush=True)
+            forget_unsaved(run_folder)
             how = "resume" if os.path.exists(last) else "scratch"
             if stopped := run([*flags, "--init_from", how]):
+                print("to go on with all networks, give the same command again")
                 return stopped
         *configs, path = parse([*flags, "--eval_only"])
         machine = Machine.of(configs[0])
@@ -1159,12 +1174,18 @@ def compare(argv, c, model_config):
     study.print_study(results, c.plot)
 
 
+def forget_unsaved(folder):
+    """Remove what a run leaves that was killed before it saved anything: its log."""
+    if os.environ.get("RANK", "0") == "0" and os.path.isdir(folder) and os.listdir(folder) == ["log.jsonl"]:
+        os.remove(os.path.join(folder, "log.jsonl"))
+
+
 def check_same(last, *configs):
     """UserError if a run was trained with other flags than those of this call."""
     saved = read_checkpoint(last)
     for name, config in zip(("config", "model_config", "use_config", "data_config"), configs):
         for field, value in asdict(config).items():
-            if field not in OF_THIS_CALL + OF_THE_DATA and saved[name].get(field) != value:
+            if field not in (*OF_THIS_CALL, *OF_THE_DATA, "data_dir") and saved[name].get(field) != value:
                 raise UserError(f"{last} was trained with --{field} {saved[name].get(field)}, not {value}; give that, "
                                 "or another folder with --out_dir")
 

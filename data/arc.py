@@ -441,7 +441,9 @@ class ArcData:
         if os.path.isfile(text):
             tests = to_pairs(read_json(text), "test", text, answers=False)
         if tests is None:
-            raise ValueError(f"{text!r} is neither the id of a task in --sets {self.config.sets} nor a file; give one")
+            some = f" --tasks {self.config.tasks}" * bool(self.config.tasks)
+            raise ValueError(f"{text!r} is neither the id of a task in --sets {self.config.sets}{some} nor a file; "
+                             "give one")
         if (most := max(max(pair[0].shape) for pair in tests)) > self.config.board:
             raise ValueError(f"{text}: has an input of {most} rows or columns, but --board is {self.config.board}; "
                              "give a smaller one, or a model that was trained on a larger board")

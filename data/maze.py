@@ -75,7 +75,7 @@ def misspelt(text, size, answer=False):
     """Why a string is not a maze of size x size cells with one S and one G, or ''. answer: it may hold o, the path."""
     if len(text) != size * size:
         side = math.isqrt(len(text))
-        other = f" (--size {side} takes {side * side})" if side * side == len(text) and side > 1 else ""
+        other = f" (--size {side} takes {side * side})" if side * side == len(text) and side > 3 else ""
         return f"has {len(text)} characters, not {size * size}{other}"
     accepted = TOKENS[1:] + "." if answer else TOKENS[1:-1] + "."
     if wrong := sorted(set(text) - set(accepted)):

@@ -9,6 +9,8 @@ sudoku.py and maze.py say what a puzzle is: each has a Split and a data class th
 import csv
 import dataclasses
 import os
+import zipfile
+import zlib
 from collections import namedtuple
 from dataclasses import dataclass
 from typing import Optional
@@ -92,6 +94,8 @@ def validate_numbers(config):
     for name, smallest in least.items():
         if getattr(config, name) < smallest:
             raise ValueError(f"{name} {getattr(config, name)} is too small: give {smallest} or more")
+        if name != "data_seed" and getattr(config, name) > 10**7:
+            raise ValueError(f"{name} {getattr(config, name)} is too large: give at most {10**7:,}")
 
 
 def drop_equal(pool, test, first_equal, words):
@@ -147,10 +151,14 @@ def prepared(path, title, make, split_class):
                   if array is not None}
         with atomic_write(path) as file:
             np.savez(file, notes=np.array(notes, str), **arrays)
-    with np.load(path, allow_pickle=False) as stored:
-        splits = {name: split_class(*(stored.get(f"{name}_{field.name}") for field in dataclasses.fields(split_class)))
-                  for name in ("train", "val", "test")}
-        return splits | {"notes": stored["notes"].tolist()}
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            stored = dict(stored)
+    except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error):
+        raise ValueError(f"{path}: the prepared file is damaged; delete it, and it will be made anew") from None
+    splits = {name: split_class(*(stored.get(f"{name}_{field.name}") for field in dataclasses.fields(split_class)))
+              for name in ("train", "val", "test")}
+    return splits | {"notes": stored["notes"].tolist()}
 
 
 # ---- batches

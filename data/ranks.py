@@ -3,7 +3,7 @@
     torchrun --nproc_per_node 8 train.py ... --parallel ddp         each rank holds the model, gradients are averaged
     torchrun --nproc_per_node 8 train.py ... --parallel fsdp        each rank holds a share of every weight (FSDP2)
 
-    ranks = Ranks.join(torch.device("cuda"))            # one rank of one, without torchrun
+    ranks = Ranks.join(torch.device("cuda"), minutes=10)            # one rank of one, without torchrun
     step = ranks.wrap(model, "ddp", torch.bfloat16)
     loss, metrics, carry = step(batch, carry)           # model.step, whose backward pass then also talks to the others
 
@@ -64,10 +64,17 @@ class Ranks:
             dist.destroy_process_group()
 
     def first_decides(self, function):
-        """What the first rank's call of `function` returns, on all ranks. It must be small, and can be pickled."""
-        found = [function() if self.rank == 0 else None]
+        """What the first rank's call of `function` returns or raises, on all ranks. It is small and can be pickled."""
+        found = [None, None]
+        if self.rank == 0:
+            try:
+                found[0] = function()
+            except Exception as error:  # told to all, or they would wait
+                found[1] = error
         if self.size > 1:
             dist.broadcast_object_list(found, 0)
+        if found[1] is not None:
+            raise found[1]
         return found[0]
 
     @contextlib.contextmanager

@@ -83,12 +83,12 @@ def check_baseline(name, config, other):
     """ValueError, one line, unless analysis `name` of a model of `config` takes a baseline of the config `other`."""
     if name != "residual":
         raise ValueError(f"--baseline goes with --analysis residual, not {name}; leave it out")
-    if other.L_layers:
-        raise ValueError(f"--baseline has two modules (L_layers {other.L_layers}); give an HRM with --L_layers 0")
     for field in ("seq_len", "vocab_size", "num_puzzle_identifiers"):
         if getattr(other, field) != getattr(config, field):
             raise ValueError(f"--baseline has {field} {getattr(other, field)}, the model {getattr(config, field)}; "
                              "give one that was trained on the same data")
+    if other.L_layers:
+        raise ValueError(f"--baseline has two modules (L_layers {other.L_layers}); give an HRM with --L_layers 0")
 
 
 def thinned(items, most):

@@ -269,7 +269,8 @@ def test_batches_are_pure_and_evaluation_goes_in_order(tmp_path):
     (dict(size=3), "size 3: give"), (dict(size=64), "size 64"), (dict(min_path=-2), "min_path -2"),
     (dict(styles="rooms,cave"), "'cave' is unknown; give one or more of scatter,"),
     (dict(styles="rooms,rooms"), "'rooms' is named twice"), (dict(styles=""), "'' is unknown"),
-    (dict(num_train=0), "num_train 0"), (dict(source="hard-1k"), "add --size 30"), (dict(data_seed=-1), "data_seed -1"),
+    (dict(num_train=0), "num_train 0"), (dict(num_train=10**12), "at most 10,000,000"),
+    (dict(source="hard-1k"), "add --size 30"), (dict(data_seed=-1), "data_seed -1"),
     (dict(data_file="missing.csv"), "missing.csv")])
 def test_mistaken_settings_are_named(tmp_path, changes, message):
     assert message in reject(load, config(tmp_path, **changes))
@@ -419,6 +420,14 @@ def test_published_set_is_downloaded_once_and_used_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout: Response(b"<html>log in</html>"))
     message = reject(load, config(tmp_path, data_dir=str(tmp_path / "other"), **options))
     assert "begins with '<html>" in message and "--data_file" in message
+
+
+def test_a_damaged_cache_is_named(tmp_path):
+    load(config(tmp_path))
+    (path,) = (path for path in os.listdir(tmp_path / "cache") if path.endswith(".npz"))
+    with open(tmp_path / "cache" / path, "r+b") as file:
+        file.truncate(300)
+    assert f"{path}: the prepared file is damaged; delete it" in reject(load, config(tmp_path))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -130,6 +130,25 @@ def test_a_study_goes_on_where_it_was_stopped(run, monkeypatch):
     assert code == 0 and "network 1 of" not in out and "going on at step 2" in out and "  network" in out
 
 
+def test_a_study_that_was_killed_before_it_saved_begins_anew(run):
+    os.makedirs("s/hrm")
+    open("s/hrm/log.jsonl", "w").close()
+    assert run(*STUDY, "--out_dir", "s")[0] == 0
+    fails(run(*STUDY, "--out_dir", "s/hrm"), "s/hrm is the folder of a run")
+    fails(run(*STUDY, "--init_from", "s/hrm"), "--init_from s/hrm", "from scratch")
+
+
+def test_a_copied_run_uses_the_cache_of_where_it_is(run, tmp_path):
+    assert run("--max_steps", 2, "--out_dir", "a")[0] == 0
+    assert train.main(["--eval_only", "--out_dir", "a"]) == 0 and os.path.isdir("data/cache")
+
+
+def test_a_run_on_other_puzzles_is_told_at_once(run):
+    assert run("--max_steps", 2, "--out_dir", "a")[0] == 0
+    for flags in (["--eval_only"], ["--analysis", "act"], ["--solve", "x"]):
+        fails(run("--data", "maze", "--out_dir", "a", *flags, tiny=False), "--data sudoku, not maze")
+
+
 def test_analyses_of_a_run(run):
     assert run("--max_steps", 3, "--out_dir", "a")[0] == 0
     assert run("--max_steps", 3, "--out_dir", "r", *"--L_layers 0 --H_cycles 4 --grad_updates 4".split())[0] == 0
