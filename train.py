@@ -788,7 +788,7 @@ class Trainer:
                    disable=self.ranks.rank > 0)
         self.model.train()
         done, profiler = self.finished(), self.profiler()
-        while not done:
+        while not (done or stop.name and self.ranks.size == 1):  # a signal may come at any moment
             metrics = self.one_step()
             profiler and profiler.step()
             self.elapsed = time.monotonic() - started
