@@ -30,7 +30,6 @@ arc1_training.json.gz: {task id: {"train": [{"input": rows, "output": rows}, ...
 Sources: https://github.com/fchollet/ARC-AGI and https://github.com/arcprize/ARC-AGI-2 (Apache-2.0),
 https://github.com/victorvikram/ConceptARC (MIT), at the commits that the HRM repository names.
 """
-import dataclasses
 import functools
 import glob
 import gzip

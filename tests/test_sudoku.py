@@ -11,7 +11,7 @@ import pytest
 
 from data import common, puzzles, sudoku
 from data.sudoku import SudokuConfig, load, read_puzzles
-from data.sudoku_solver import (augment, canonical, dig, fill, first_equal, generate, geometry, random_symmetries, rate,
+from data.sudoku_solver import (augment, canonical, fill, first_equal, generate, geometry, random_symmetries, rate,
                                 signature, solve, transform)
 
 BOXES = [(2, 2), (2, 3), (3, 3)]
