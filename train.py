@@ -311,7 +311,9 @@ def parse(argv):
             defaults |= model_class.pretrained_config(path)
         if known.data == saved.get("config", {}).get("data"):
             on_base = BASES.get(known.model) == saved["config"]["model"]  # then what is learned is the recipe's choice
-            theirs = {name: value for name, value in saved["data_config"].items() if name != "data_dir"}
+            theirs = dict(saved["data_config"])
+            if not os.path.isdir(theirs.get("data_dir", "")):  # the run comes from elsewhere
+                theirs.pop("data_dir", None)
             defaults |= theirs | (recipe if on_base else {})
         # else it is a new run, from old weights
         if known.init_from == "resume" or only_uses(known):

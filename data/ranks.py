@@ -54,6 +54,8 @@ class Ranks:
         size = int(os.environ.get("WORLD_SIZE", 1))
         if size > 1 and not dist.is_initialized():
             wait = datetime.timedelta(minutes=minutes)
+            if device.type == "cuda":  # else all of this machine's would meet on its first card
+                torch.cuda.set_device(device)
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=wait)
         return cls(int(os.environ["RANK"]), size) if size > 1 else cls()
 

@@ -138,9 +138,12 @@ def test_a_study_that_was_killed_before_it_saved_begins_anew(run):
     fails(run(*STUDY, "--init_from", "s/hrm"), "--init_from s/hrm", "from scratch")
 
 
-def test_a_copied_run_uses_the_cache_of_where_it_is(run, tmp_path):
-    assert run("--max_steps", 2, "--out_dir", "a")[0] == 0
+def test_a_copied_run_uses_the_cache_of_where_it_is(run):
+    assert run("--max_steps", 2, "--out_dir", "a", "--data_dir", "gone")[0] == 0
+    assert train.main(["--eval_only", "--out_dir", "a"]) == 0 and not os.path.exists("data/cache")
+    shutil.rmtree("gone")
     assert train.main(["--eval_only", "--out_dir", "a"]) == 0 and os.path.isdir("data/cache")
+    assert not os.path.exists("gone")
 
 
 def test_a_run_on_other_puzzles_is_told_at_once(run):
