@@ -59,6 +59,7 @@ In bfloat16 a score near tau may fall on either side of it, as a batch or the ca
 import json
 import os
 import re
+import warnings
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -376,19 +377,29 @@ class Nesting(nn.Module):
     def __init__(self, config):
         super().__init__()
         n, self.config = len(config.nested), config
-        self.router = nn.Parameter(torch.zeros(n, config.n_embd))
-        self.beta = nn.Parameter(torch.full((n,), float(config.beta_init)))
-        self.register_buffer("tau", torch.full((n,), float(config.tau_init)))
-        self.register_buffer("boundaries", torch.zeros(config.sync_interval, n))  # of the last steps, times tokens
-        self.register_buffer("tokens", torch.zeros(config.sync_interval))  # of the last steps, in turn
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))  # optimizer steps so far
+        self.router = nn.Parameter(torch.empty(n, config.n_embd))
+        self.beta = nn.Parameter(torch.empty(n))
+        self.register_buffer("tau", torch.empty(n))
+        self.register_buffer("boundaries", torch.empty(config.sync_interval, n))  # of the last steps, times tokens
+        self.register_buffer("tokens", torch.empty(config.sync_interval))  # of the last steps, in turn
+        self.register_buffer("steps", torch.empty((), dtype=torch.int64))  # optimizer steps so far
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self):
+        """Start values: all scores are equal."""
+        self.beta.fill_(self.config.beta_init)
+        self.tau.fill_(self.config.tau_init)
+        for tensor in (self.router, self.boundaries, self.tokens, self.steps):
+            tensor.zero_()
 
     def _apply(self, fn, recurse=True):
         """To another device or dtype; but what moves in small steps stays float32: in bfloat16 0.5 + 0.001 is 0.5."""
         kept = {name: getattr(self, name) for name in ("tau", "boundaries", "tokens")}
         super()._apply(fn, recurse)
         for name, value in kept.items():
-            setattr(self, name, value.to(getattr(self, name).device))
+            new = getattr(self, name)
+            setattr(self, name, new.float() if value.is_meta else value.to(new.device))
         return self
 
     def select(self, j, x_v, is_token=None):
@@ -823,15 +834,39 @@ class DND(nn.Module):
 
         path: a folder with config.json and .safetensors files, one or many, or a checkpoint file. dtype: of the
         weights. overrides: DNDConfig fields; with nested layers where the file has none, those start as new ones do.
-        A folder is read tensor by tensor: memory is that of the model and a tensor. Raises ValueError, one line, for
+        A folder is read tensor by tensor: memory is that of the model and of a file, while it is mapped. Raises ValueError, one line, for
         what is no such checkpoint or does not fit.
         """
         config = cls.pretrained_config(path) | overrides
         with torch.device("meta"):  # no memory until the weights arrive
-            model = cls((DNDConfig if "nested_first" in config else Qwen3Config)(**config))
-        state = _qwen3_state(path, model, dtype) if os.path.isdir(path) else _run_state(path, model, dtype)
-        model.load_state_dict(state, assign=True)
+            model = cls((DNDConfig if "nested_first" in config else Qwen3Config)(**config)).to(dtype)
+        if os.path.isdir(path):
+            model.to_empty(device="cpu").fill(path)
+        else:
+            model.load_state_dict(_run_state(path, model, dtype), assign=True)
         return model.eval()
+
+    @torch.no_grad()
+    def fill(self, folder):
+        """Read the weights of a Hugging Face folder of a Qwen3 into this model's; what DND adds starts as in a new one.
+
+        Of a model that FSDP has sharded, each process reads what it holds and no more. Raises ValueError, one line, for
+        a folder that does not fit.
+        """
+        if self.nesting is not None:
+            self.nesting.init_weights()
+        shapes, places = _folder_shapes(folder), _places(self)
+        embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+        if self.lm_head is None and head in shapes:  # of a tied model: a second copy, or the only one
+            places[head] = (torch.empty_like(self.embed_tokens.weight) if embedding in shapes else
+                            places.pop(embedding)[0]), ()
+        check_shapes(folder, shapes, {name: tuple(torch.empty(weight.shape, device="meta")[index].shape)
+                                      for name, (weight, index) in places.items()})
+        read_folder(folder, {name: weight for name, (weight, index) in places.items() if not index} | _experts(places))
+        if head in places and embedding in places and self.lm_head is None and not torch.equal(
+                *(_held(places[name][0]) for name in (head, embedding))):
+            raise ValueError(f"{folder}: lm_head.weight differs from the embedding, but config.json ties them; set "
+                             "tie_word_embeddings to false there")
 
 
 # ---- reading checkpoints
@@ -868,18 +903,13 @@ def _run_state(path, model, dtype):
     for key, value in (saved.get("ema") or saved["model"]).items():
         if key != "n_averaged":
             state[re.sub(r"_orig_mod\.|module\.", "", key)] = value
-    if "nesting.tau" not in state:
-        state |= _new_nesting(model, dtype)
+    if "nesting.tau" not in state and model.nesting is not None:
+        new = Nesting(model.config).to(dtype).state_dict()
+        state |= {f"nesting.{name}": value for name, value in new.items()}
     check_shapes(path, *({k: tuple(v.shape) for k, v in s.items()} for s in (state, model.state_dict())))
     for name, _ in model.named_parameters():
         state[name] = state[name].to(dtype)  # one at a time: never two copies of the whole
     return state
-
-
-def _new_nesting(model, dtype):
-    """The start values of what DND adds, by name; of a plain Qwen3 none."""
-    new = {} if model.nesting is None else Nesting(model.config).to(dtype).state_dict()
-    return {f"nesting.{name}": value for name, value in new.items()}
 
 
 def _qwen3_config(folder):
@@ -919,8 +949,13 @@ def _qwen3_config(folder):
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _folder_files(folder, safe_open):
-    """Name of every tensor in the .safetensors files of a folder -> (path of its file, its name there, shape)."""
+def _folder_shapes(folder):
+    """Name -> shape of every tensor in the .safetensors files of a folder, all of which must be there."""
+    try:
+        import safetensors  # noqa: F401
+        from torch.distributed.checkpoint import HuggingFaceStorageReader
+    except ImportError:
+        raise ValueError(f"{folder}: reading .safetensors files needs a package; pip install safetensors") from None
     files = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
     index = os.path.join(folder, "model.safetensors.index.json")
     if os.path.exists(index):
@@ -930,57 +965,56 @@ def _folder_files(folder, safe_open):
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{index}: not a readable index ({type(error).__name__}: {error}); download it "
                              "again") from None
-    found = {}
     for name in files or ["*.safetensors"]:
-        path = os.path.join(folder, name)
-        if not os.path.exists(path):
+        if not os.path.exists(os.path.join(folder, name)):
             raise ValueError(f"{folder}: holds no {name}; download the whole checkpoint")
-        try:
-            with safe_open(path, "pt") as file:
-                found |= {key: (path, key, tuple(file.get_slice(key).get_shape())) for key in file.keys()}
-        except Exception as error:  # SafetensorError is no public class in all versions
-            raise ValueError(f"{path}: not a readable safetensors file ({error}); download it again") from None
-    return found
+    try:
+        tensors = HuggingFaceStorageReader(folder).read_metadata().state_dict_metadata
+    except Exception as error:  # SafetensorError is no public class in all versions
+        raise ValueError(f"{folder}: not a readable safetensors file ({error}); download it again") from None
+    return {name: tuple(tensor.size) for name, tensor in tensors.items()}
+
+
+def read_folder(folder, tensors):
+    """Read tensors of .safetensors files into those of a dict, name -> tensor; of a sharded one what is held here."""
+    from torch.distributed.checkpoint import HuggingFaceStorageReader, load
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "assuming the intent is to load in a single process": so it is
+        load(tensors, storage_reader=HuggingFaceStorageReader(folder), no_dist=True)
+
+
+def _held(tensor):
+    """What this process holds of a tensor that FSDP may have sharded, by its rows."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _places(model):
-    """Hugging Face's name of every tensor of a Qwen3 -> (our parameter's name, where in it: a tuple of indices)."""
+    """Hugging Face's name of every tensor of a Qwen3 -> (our parameter, where in it: a tuple of indices)."""
     places, width = {}, model.config.moe_intermediate_size
     for name, parameter in model.named_parameters():
         layer_mlp, _, last = name.rpartition(".")
         if parameter.ndim < 3 and not name.startswith("nesting."):
-            places[name if name == "lm_head.weight" else f"model.{name}"] = name, ()
+            places[name if name == "lm_head.weight" else f"model.{name}"] = parameter.detach(), ()
         if parameter.ndim == 3:  # ours are stacked, theirs are apart
-            parts = {"gate": (slice(width),), "up": (slice(width, None),)} if last == "gate_up_proj" else {"down": ()}
-            places |= {f"model.{layer_mlp}.experts.{expert}.{part}_proj.weight": (name, (expert, *rows))
+            parts = {"gate": slice(width), "up": slice(width, None)} if last == "gate_up_proj" else {"down": slice(None)}
+            places |= {f"model.{layer_mlp}.experts.{expert}.{part}_proj.weight": (parameter.detach(), (expert, rows))
                        for expert in range(len(parameter)) for part, rows in parts.items()}
     return places
 
 
-def _qwen3_state(folder, model, dtype):
-    """A state dict of the weights in a folder, read tensor by tensor, and of start values for what DND adds."""
-    try:
-        from safetensors import safe_open
-    except ImportError:
-        raise ValueError(f"{folder}: reading .safetensors files needs a package; pip install safetensors") from None
-    files, places, meta = _folder_files(folder, safe_open), _places(model), dict(model.named_parameters())
-    head = files.pop("lm_head.weight", None) if model.lm_head is None else None  # of a tied model: a second copy
-    if head is not None:
-        files.setdefault("model.embed_tokens.weight", head)
-    check_shapes(folder, {name: shape for name, (_, _, shape) in files.items()},
-                 {name: tuple(meta[ours][where].shape) for name, (ours, where) in places.items()})
-
-    def read(path, name, _):
-        with safe_open(path, "pt") as file:  # anew for each: an open file keeps in memory what was read of it
-            return file.get_tensor(name)
-
-    state = {name: torch.empty(weight.shape, dtype=dtype) for name, weight in meta.items()} | _new_nesting(model, dtype)
-    for name, (ours, where) in places.items():
-        state[ours][where].copy_(read(*files[name]))
-    if head is not None and not torch.equal(read(*head).to(dtype), state["embed_tokens.weight"]):
-        raise ValueError(f"{folder}: lm_head.weight differs from the embedding, but config.json ties them; set "
-                         "tie_word_embeddings to false there")
-    return state
+def _experts(places):
+    """Name -> its part of a stacked parameter, for the experts that this process holds."""
+    held, found = {}, {}
+    for name, (stacked, index) in places.items():
+        if index and id(stacked) not in held:
+            numbers = torch.arange(len(stacked))
+            if hasattr(stacked, "to_local"):  # numbered as the stack is sharded
+                from torch.distributed.tensor import distribute_tensor
+                numbers = distribute_tensor(numbers, stacked.device_mesh, stacked.placements, src_data_rank=None)
+            held[id(stacked)] = _held(numbers).tolist()
+        if index and index[0] in held[id(stacked)]:
+            found[name] = _held(stacked)[held[id(stacked)].index(index[0]), index[1]]
+    return found
 
 
 PRESETS = {  # parameters, nested layers included; train.py has the recipe that goes with each

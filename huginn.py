@@ -37,6 +37,7 @@ so that a greedy answer does not depend on what else is in the batch.
 import json
 import math
 import os
+import warnings
 from dataclasses import dataclass
 from typing import Literal
 
@@ -674,21 +675,46 @@ class Huginn(nn.Module):
         it is computed here. Raises ValueError, one line, for what is no such checkpoint or does not fit.
         """
         config = cls.pretrained_config(path) | overrides
-        state = _folder_state(path) if os.path.isdir(path) else plain_names(_weights(path), path)
         with torch.device("meta"):  # no memory until the weights arrive
-            model = cls(HuginnConfig(**config))
-        found, expected = ({k: tuple(v.shape) for k, v in s.items()} for s in (state, model.state_dict()))
-        for name in sorted(found.keys() | expected.keys()):
-            if found.get(name) != expected.get(name):
-                raise ValueError(f"{path}: {name} is {found.get(name, 'missing')} in the file and "
-                                 f"{expected.get(name, 'absent')} in the model; give the settings it was trained with")
-        for name in state:
-            state[name] = state[name].to(dtype)  # one at a time: never two copies of the whole
-        model.load_state_dict(state, assign=True)
+            model = cls(HuginnConfig(**config)).to(dtype)
+        if os.path.isdir(path):
+            model.to_empty(device="cpu").fill(path)
+        else:
+            state = plain_names(_weights(path), path)
+            check_shapes(path, *({k: tuple(v.shape) for k, v in s.items()} for s in (state, model.state_dict())))
+            for name in state:
+                state[name] = state[name].to(dtype)  # one at a time: never two copies of the whole
+            model.load_state_dict(state, assign=True)
         return model.eval()
+
+    @torch.no_grad()
+    def fill(self, folder):
+        """Read the weights of a Hugging Face copy of huginn-0125 into this model's.
+
+        Of a model that FSDP has sharded, each process reads what it holds and no more. Raises ValueError, one line, for
+        a folder that does not fit.
+        """
+        shapes, params = _folder_shapes(folder), dict(self.named_parameters())
+        names = {name: plain_name(name) for name in shapes if plain_name(name) not in NOT_WEIGHTS}
+        head = next((name for name, plain in names.items() if plain == "lm_head.weight"), None)
+        second = None
+        if head and "wte.weight" in names.values():  # the embedding's second copy
+            second = params["lm_head.weight"] = torch.empty_like(self.wte.weight)
+        elif head:
+            names[head] = "wte.weight"
+        check_shapes(folder, {plain: shapes[name] for name, plain in names.items()},
+                     {plain: tuple(parameter.shape) for plain, parameter in params.items()})
+        read_folder(folder, {name: params[plain].detach() for name, plain in names.items()})
+        if second is not None and not torch.equal(_held(second), _held(self.wte.weight)):
+            raise ValueError(UNTIED.format(folder))
 
 
 # ---- reading checkpoints
+
+
+NOT_WEIGHTS = ("freqs_cis", "n_averaged")  # the rotary table, which is computed here; how often was averaged
+UNTIED = ("{}: lm_head.weight differs from wte.weight, but this model ties them; give a checkpoint with tied "
+          "embeddings")
 
 
 def read_run(path, **kinds):
@@ -711,18 +737,27 @@ def _weights(path):
     return saved.get("ema") or saved["model"]
 
 
+def check_shapes(path, found, expected):
+    """Name -> shape, of a file and of the model: ValueError for the first that differs."""
+    for name in sorted(found.keys() | expected.keys()):
+        if found.get(name) != expected.get(name):
+            raise ValueError(f"{path}: {name} is {found.get(name, 'missing')} in the file and "
+                             f"{expected.get(name, 'absent')} in the model; give the settings it was trained with")
+
+
+def plain_name(key):
+    """A weight's name in this file's spelling: without wrappers' prefixes."""
+    while key.startswith(("_orig_mod.", "module.", "model.", "transformer.")):
+        key = key.split(".", 1)[1]
+    return key
+
+
 def plain_names(state, path):
-    """A state dict in this file's names: without wrappers' prefixes, rotary table and second copy of the embedding."""
-    plain = {}
-    for key, value in state.items():
-        while key.startswith(("_orig_mod.", "module.", "model.", "transformer.")):
-            key = key.split(".", 1)[1]
-        if key not in ("freqs_cis", "n_averaged"):
-            plain[key] = value
+    """A state dict in this file's names: without prefixes, rotary table and second copy of the embedding."""
+    plain = {plain_name(key): value for key, value in state.items() if plain_name(key) not in NOT_WEIGHTS}
     head = plain.pop("lm_head.weight", None)
     if head is not None and not torch.equal(plain.setdefault("wte.weight", head), head):
-        raise ValueError(f"{path}: lm_head.weight differs from wte.weight, but this model ties them; give a checkpoint "
-                         "with tied embeddings")
+        raise ValueError(UNTIED.format(path))
     return plain
 
 
@@ -748,12 +783,13 @@ def _folder_config(folder):
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _folder_state(folder):
-    """The weights of all .safetensors files of a folder, in this file's names."""
+def _folder_shapes(folder):
+    """Name -> shape of every tensor in the .safetensors files of a folder, all of which must be there."""
     try:
-        from safetensors.torch import load_file
+        import safetensors  # noqa: F401
     except ImportError:
         raise ValueError(f"{folder}: reading .safetensors files needs a package; pip install safetensors") from None
+    from torch.distributed.checkpoint import HuggingFaceStorageReader
     files = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
     index, wanted = os.path.join(folder, "model.safetensors.index.json"), set()
     if os.path.exists(index):
@@ -762,14 +798,24 @@ def _folder_state(folder):
     missing = sorted(wanted - set(files)) if files else ["*.safetensors"]
     if missing:
         raise ValueError(f"{folder}: holds no {missing[0]}; download the whole checkpoint")
-    state = {}
-    for name in files:
-        path = os.path.join(folder, name)
-        try:
-            state |= load_file(path)
-        except Exception as error:  # SafetensorError is no public class in all versions
-            raise ValueError(f"{path}: not a readable safetensors file ({error}); download it again") from None
-    return plain_names(state, folder)
+    try:
+        tensors = HuggingFaceStorageReader(folder).read_metadata().state_dict_metadata
+    except Exception as error:  # SafetensorError is no public class in all versions
+        raise ValueError(f"{folder}: not a readable safetensors file ({error}); download it again") from None
+    return {name: tuple(tensor.size) for name, tensor in tensors.items()}
+
+
+def read_folder(folder, tensors):
+    """Read tensors of .safetensors files into those of a dict, name -> tensor; of a sharded one what is held here."""
+    from torch.distributed.checkpoint import HuggingFaceStorageReader, load
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "assuming the intent is to load in a single process": so it is
+        load(tensors, storage_reader=HuggingFaceStorageReader(folder), no_dist=True)
+
+
+def _held(tensor):
+    """What this process holds of a tensor that FSDP may have sharded, by its rows."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 PRESETS = {  # parameters; train.py has the recipe that goes with each

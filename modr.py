@@ -135,6 +135,8 @@ def running_mean(u, cache=None):
 class MoDr(Huginn):
     """A frozen Huginn whose core has branches. What is not here is huginn.py's, text for text."""
 
+    fill = None  # a folder holds the frozen weights alone
+
     def __init__(self, config, base=None):
         """base: the Huginn to freeze, whose weights are shared, not copied; None: one with random weights."""
         with torch.device("meta") if base is not None else contextlib.nullcontext():

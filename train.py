@@ -55,7 +55,6 @@ where the count of the metric "loss" is what a loss is a mean over, and data thr
 
 import argparse
 import contextlib
-import ctypes
 import dataclasses
 import difflib
 import glob
@@ -74,7 +73,7 @@ from typing import Literal, get_args, get_origin
 
 import numpy as np
 import torch
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 from tqdm import tqdm
 
 import dnd
@@ -83,8 +82,11 @@ import huginn
 import modr
 from data import arc, arc_vote, arith, budget, chat, maze, selection, study, sudoku, text, thinking
 from data import math as math_sets
-from data.common import atomic_write
-from data.ranks import Ranks, shard_states
+from data.checkpoint import Writer, read_checkpoint, read_tensors, to_one_file
+from data.common import UserError, atomic_write, user_errors
+from data.machine import (Machine, StopSignal, device_name, keep_freed_memory, parts_of, rng_state, set_rng_state,
+                          to_device)
+from data.ranks import Ranks
 from data.show import check_plot, means, print_scores, print_table, show_thinking, write_text
 from data.tokenizer import chat_template, huggingface_tokenizer
 
@@ -100,7 +102,7 @@ class TrainConfig:
     eval_only: bool = False  # score a checkpoint on the test split and stop
     solve: str = ""  # a puzzle, or a file of puzzles, to solve with a checkpoint
     sample: str = ""  # a text to write on from with a checkpoint
-    export: str = ""  # a file to write a checkpoint's --branch to, merged into the model that it goes on
+    export: str = ""  # a file to write a run's best weights to; of a modr its --branch, merged into the base
     analysis: Literal[("", *thinking.ANALYSES, *study.STUDIES)] = ""  # of a trained hrm; depth, modules: trained for it
     baseline: str = ""  # a run to compare with in --analysis residual: of a plain recurrent network (--L_layers 0)
     plot: str = ""  # a .png file to draw to, where --eval_only (dnd) or --analysis has something to draw
@@ -111,6 +113,7 @@ class TrainConfig:
     # machine
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     parallel: Literal["ddp", "fsdp"] = "ddp"  # under torchrun: each process holds the model, or a share of it (FSDP2)
+    offload: bool = False  # weights, gradients and optimizer states in CPU memory, on the GPU a block at a time (FSDP2)
     rank_timeout: float = 10.0  # minutes that a process waits for the others before it ends with an error
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the forward pass; the weights stay float32
     profile: int = -1  # steps to profile, from the tenth on, into trace.json of the run folder; -1 = none
@@ -213,24 +216,6 @@ OF_THIS_CALL = ("init_from", "out_dir", "eval_only", "solve", "sample", "export"
                 "stop", "device", "dry_run", "world_size", "mfu", "profile")
 OF_THE_DATA = ("vocab_size", "seq_len", "num_puzzle_identifiers", "box_rows", "box_cols")  # model settings it decides
 LOG_EVERY = 10  # steps between looks at the metrics: each look waits for the device
-
-
-class UserError(Exception):
-    """A mistake of the user's, told in one line; the exit code is 2."""
-
-
-@contextlib.contextmanager
-def user_errors():
-    """ValueErrors of the model and data modules are mistakes of the user's; so are folders that cannot be written."""
-    try:
-        yield
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        place = f"{error.filename}: {error.strerror}; name another file or folder" if error.filename else str(error)
-        raise UserError(place) from None
-    except ValueError as error:
-        raise UserError(str(error)) from None
 
 
 # ---- flags
@@ -418,20 +403,6 @@ def new_folder(c):
     return folder
 
 
-def read_checkpoint(path):
-    """A checkpoint as a dict; UserError if the file is missing, truncated or something else."""
-    if not os.path.exists(path):
-        raise UserError(f"{path}: no such file or folder; name a run's folder, or a checkpoint")
-    try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # foreign bytes break the reader in any way: KeyError, IndexError, struct.error
-        kind = type(error).__name__
-        raise UserError(f"{path}: not a readable checkpoint ({kind}); give a file that train.py wrote") from None
-    if not isinstance(saved, dict):
-        raise UserError(f"{path}: holds a {type(saved).__name__}, not a checkpoint; give a file that train.py wrote")
-    return saved
-
-
 def check_saved(saved, known, path):
     """A checkpoint of another model, or of weights alone where a run is to go on, is an error now rather than later."""
     goes_on = known.init_from == "resume" and not only_uses(known)
@@ -489,119 +460,6 @@ class Log:
             file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
-# ---- machine
-
-
-@dataclass
-class Machine:
-    """Where and in what precision the run computes."""
-
-    device: torch.device
-    dtype: torch.dtype
-    reason: str  # the dtype in words
-    ranks: Ranks
-
-    @classmethod
-    def of(cls, c):
-        """The machine that a TrainConfig asks for; joins the other processes, if torchrun started any."""
-        device = pick_device(c.device)
-        ranks = Ranks() if only_uses(c) else Ranks.join(device, c.rank_timeout)
-        whole = ranks.size * parts_of(c, ranks)
-        if c.batch_size % whole:
-            raise UserError(f"--batch_size {c.batch_size} on {ranks.size} processes, each in --grad_accum "
-                            f"{c.grad_accum} parts: give a multiple of {whole}")
-        if ranks.rank:  # the first one speaks
-            sys.stdout = open(os.devnull, "w")
-        return cls(device, *pick_dtype(c.dtype, device), ranks)
-
-    def autocast(self):
-        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
-
-
-def parts_of(c, ranks):
-    """Parts that each process computes its rows in: as many as asked for, as long as there is a row for each."""
-    return max(1, min(c.grad_accum, c.batch_size // ranks.size))
-
-
-def device_name(name):
-    """The device that a flag means; under torchrun, of several cards the one of this process."""
-    if name in ("auto", "cuda") and torch.cuda.is_available() and "LOCAL_RANK" in os.environ:
-        return f"cuda:{os.environ['LOCAL_RANK']}"
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-
-
-def pick_device(name):
-    """The torch.device that `auto` or a name means, tried out; UserError if it cannot be used."""
-    name = device_name(name)
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0][:100]
-        raise UserError(f"--device {name}: {reason}; use cpu, cuda, cuda:N, mps or auto") from None
-    return device
-
-
-def pick_dtype(name, device):
-    """(dtype of the forward pass, the reason in words): bfloat16 where the hardware multiplies it natively."""
-    if device.type == "cuda" and name in ("auto", "bfloat16"):
-        if torch.cuda.is_bf16_supported(including_emulation=False):
-            return torch.bfloat16, "bfloat16"
-        return torch.float16, "float16 with loss scaling, since this card has no bfloat16"
-    if name != "auto":
-        return getattr(torch, name), name
-    can = torch.cpu.get_capabilities()
-    if device.type == "cpu" and (can.get("avx512_bf16") or can.get("amx_bf16") or can.get("bf16")):
-        return torch.bfloat16, "bfloat16, which this CPU multiplies natively"
-    return torch.float32, "float32"
-
-
-def keep_freed_memory():
-    """Have glibc keep freed blocks: by default every large tensor on a CPU is mapped, cleared and unmapped anew."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):  # not every Linux has glibc; this only makes it faster
-            libc = ctypes.CDLL("libc.so.6")
-            libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
-            libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
-
-
-def to_device(value, device):
-    """A tensor, an array or a dict of them -> tensors on the device."""
-    if isinstance(value, dict):
-        return {name: to_device(v, device) for name, v in value.items()}
-    return torch.as_tensor(value).to(device)
-
-
-def rng_state():
-    kind, keys, *rest = np.random.get_state()
-    state = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": (kind, keys.tolist(), *rest)}
-    return state | ({"cuda": torch.cuda.get_rng_state_all()} if torch.cuda.is_available() else {})
-
-
-def set_rng_state(state):
-    torch.set_rng_state(state["torch"])
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
-
-
-class StopSignal:
-    """SIGINT and SIGTERM ask the loop to finish its step, save and end; a second one ends it at once."""
-
-    def __init__(self):
-        self.name = None
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self.receive)
-
-    def receive(self, number, frame):
-        if self.name:
-            raise KeyboardInterrupt
-        self.name = signal.Signals(number).name
-
-
 # ---- evaluation
 
 
@@ -652,13 +510,8 @@ class Trainer:
         self.configs, self.model, self.data, self.machine, self.folder = configs, model, data, machine, folder
         c, self.use = configs[0], configs[2]
         self.c, self.ranks = c, machine.ranks
-        self.averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(c.ema)) if c.ema else None
+        self.averaged = self.ranks.averaged(model, get_ema_multi_avg_fn(c.ema)) if c.ema else None
         self.scored = self.averaged.module if c.ema else model  # the weights that count
-        if saved:
-            self.restore_weights(saved)
-        self.model_step = self.ranks.wrap(model, c.parallel, machine.dtype)
-        if self.averaged and c.parallel == "fsdp":
-            self.ranks.wrap(self.scored, c.parallel, machine.dtype)
         with user_errors():
             self.optimizers = model.configure_optimizers(c.lr, c.weight_decay, (c.beta1, c.beta2))
         self.base_lr = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
@@ -666,6 +519,8 @@ class Trainer:
         self.step, self.elapsed, self.best, self.carries = 0, 0.0, None, [None] * parts_of(c, self.ranks)
         if saved:
             self.restore(saved)
+        self.model_step = self.ranks.wrap(model)
+        self.writer = Writer(folder, self.ranks)
         self.log = Log(folder, self.step) if self.ranks.rank == 0 else None
         self.compiled = self.unproven = c.compile  # unproven: compiled, but no step has worked yet
         if c.compile:
@@ -675,29 +530,45 @@ class Trainer:
             except Exception as error:
                 self.uncompile(error)
 
-    def content(self):
-        """The checkpoint: all that the next step depends on, in types that torch.load takes with weights_only=True."""
+    def save(self):
+        """Save all that the next step depends on, in types that torch.load takes with weights_only=True."""
         rng, *other_rngs = self.ranks.all_objects(rng_state())
-        return self.describe() | self.ranks.whole({
-            "model": self.model.state_dict(), "ema": self.averaged.state_dict() if self.averaged else None,
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}) | {
+        content = self.describe() | {
             "carries": [self.ranks.gather(vars(carry)) if carry else None for carry in self.carries],
             "scaler": self.scaler.state_dict(), "rng": rng, "other_rngs": other_rngs, "step": self.step,
             "elapsed": self.elapsed, "best": self.best}
+        self.writer.save("last.pt", content, self.weights(), self.step)
 
     def describe(self):
         names = ("config", "model_config", "use_config", "data_config")
         return {name: asdict(config) for name, config in zip(names, self.configs)} | {"data": self.data.state()}
 
-    def restore_weights(self, saved):
-        self.model.load_state_dict(saved["model"])
-        if self.averaged and saved["ema"]:
-            self.averaged.load_state_dict(saved["ema"])
+    def weights(self):
+        return {"model": self.model.state_dict(), "ema": self.averaged.state_dict() if self.averaged else None,
+                "optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
+
+    def read(self, path, saved):
+        """Weights of a checkpoint, a dict as of `weights`, as this process is to hold them."""
+        ours = self.weights()
+        params = [[p for group in o.param_groups for p in group["params"]] for o in self.optimizers]
+
+        def like(where):
+            _, kind, *names = where.split("/")
+            if kind == "optimizers":  # number, "state", parameter, name
+                return params[int(names[0])][int(names[2])]
+            return (ours[kind] or {}).get(names[0])
+
+        return read_tensors(path, saved, like)
 
     def restore(self, saved):
-        for optimizer, state in zip(self.optimizers, saved["optimizers"]):
+        path = os.path.join(self.folder, "last.pt")
+        tensors = self.read(path, {name: saved.get(name) for name in (*self.weights(), "parts")})
+        self.model.load_state_dict(tensors["model"])
+        if self.averaged and tensors["ema"]:
+            self.averaged.load_state_dict(tensors["ema"])
+        for optimizer, state in zip(self.optimizers, tensors["optimizers"]):
             given = [{k: group[k] for k in ("betas", "weight_decay") if k in group} for group in optimizer.param_groups]
-            optimizer.load_state_dict(shard_states(optimizer, state))
+            optimizer.load_state_dict(state)
             for group, values in zip(optimizer.param_groups, given):
                 group.update(values)  # a flag of this call wins over the saved value
         if saved["scaler"]:  # empty unless that run was in float16
@@ -717,12 +588,6 @@ class Trainer:
             set_rng_state(rngs[self.ranks.rank])
         else:  # on more processes than before
             torch.manual_seed(self.c.seed + self.ranks.rank + self.step)
-
-    def save(self, name, content):
-        if self.ranks.rank:
-            return
-        with atomic_write(os.path.join(self.folder, name)) as file:  # whole or not at all, whenever the run is killed
-            torch.save(content, file)
 
     def uncompile(self, error):
         """torch.compile only makes it faster: when it fails, say so and go on without it."""
@@ -793,6 +658,7 @@ class Trainer:
         while not (done or stop.name and self.ranks.size == 1):  # a signal may come at any moment
             metrics = self.one_step()
             profiler and profiler.step()
+            self.writer.check()
             self.elapsed = time.monotonic() - started
             pending.append((self.step, self.elapsed, metrics))
             done = self.ends(stop)
@@ -805,13 +671,14 @@ class Trainer:
                 recent.extend(self.flush(pending))  # a loss that is not finite must end the run before it is saved
                 tqdm.write(f"step {self.step} | {clock(self.elapsed)} | {self.validate()}")
                 self.elapsed = time.monotonic() - started
-                self.save("last.pt", self.content())
+                self.save()
                 done = self.ends(stop)
         if not stop.name and self.best is None:  # a limit of no steps at all
             self.validate()
         if stop.name or not self.step:
             self.flush(pending)  # the signal may have come after this step's look at them
-            self.save("last.pt", self.content())
+            self.save()
+        self.writer.wait()
         profiler and profiler.stop()
         bar.close()
         return stop.name
@@ -894,31 +761,31 @@ class Trainer:
         compared = [first] + [name for name in named if "accuracy" in name and name != first]  # the rest break ties
         if self.best is None or [sign * named[n] for n in compared] > [sign * self.best[n] for n in compared]:
             self.best = {"step": self.step, **named}
-            weights = self.ranks.whole(self.scored.state_dict())
-            self.save("best.pt", self.describe() | {"model": weights, "best": self.best})
+            weights = {"model": self.scored.state_dict()}
+            self.writer.save("best.pt", self.describe() | {"best": self.best}, weights, self.step)
         line = {"step": self.step, "elapsed": round(self.elapsed, 3)}
         self.write_log([line | {f"val_{name}": value for name, value in named.items()}])
         return " | ".join(f"val {name} {value:.4f}" for name, value in named.items() if not name.startswith("branch_"))
 
     def report(self):
         """Score the best and the last weights on the test split, once each, and show a few examples of it."""
-        depths, Model = parse_depths(self.c.depths), type(self.model)
-        path, fields = os.path.join(self.folder, "best.pt"), asdict(self.configs[1])
-        best = Model.load_pretrained(path, **fields).to(self.machine.device)
-        weights = [(f"best on validation (step {self.best['step']})", best)]
-        if self.best["step"] != self.step and self.ranks.size == 1:
-            weights.append((f"last (step {self.step})", self.scored))
-        for title, model in weights:
-            scores = evaluate(model, self.data, "test", self.c, self.use, self.machine, depths)
+        depths, model = parse_depths(self.c.depths), self.scored
+        what = (model, self.data, "test", self.c, self.use, self.machine, depths)
+        results = {} if self.best["step"] == self.step else {f"last (step {self.step})": evaluate(*what)}
+        path = os.path.join(self.folder, "best.pt")
+        saved = read_checkpoint(path)
+        model.load_state_dict(self.read(path, {"model": saved["model"], "parts": saved.get("parts")})["model"])
+        results = {f"best on validation (step {self.best['step']})": evaluate(*what)} | results
+        for title, scores in results.items():
             print_scores(f"test split, {title}", scores, self.data.groups())
             line = {f"test_{name}_{depth}": v for depth, named in scores.items() for name, v in means(named).items()}
-            self.log.write([{"step": self.step, "weights": title} | line])
+            self.write_log([{"step": self.step, "weights": title} | line])
         if self.data.tokenizer:
             for prompt in self.data.examples("test", 1):
-                write(self.c, self.use, best, self.data, self.machine, prompt)
+                write(self.c, self.use, model, self.data, self.machine, prompt)
         else:
             batch = next(iter(self.data.eval_batches("test", 3)))
-            show_thinking(best, self.data, batch["inputs"], batch["labels"], depths[-1], self.use.act_eval,
+            show_thinking(model, self.data, batch["inputs"], batch["labels"], depths[-1], self.use.act_eval,
                           self.machine.autocast)
         on_cuda = self.machine.device.type == "cuda"
         memory = f", peak GPU memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if on_cuda else ""
@@ -978,7 +845,7 @@ def run(argv):
             return stopped
         c, model_config, use, data_config, path = parse(argv)
     configs = [c, model_config, use, data_config]
-    machine = Machine.of(c)
+    machine = Machine.of(c, alone=only_uses(c))
     ranks = machine.ranks
     parse_depths(c.depths)
     starts = c.init_from != "resume" and not only_uses(c)
@@ -988,11 +855,9 @@ def run(argv):
     random.seed(c.seed)
     np.random.seed(c.seed)
 
-    with ranks.first_goes_ahead():
-        data, model = build(configs, path)
+    data, model = build(configs, path, machine)
     if ranks.rank:  # equal weights, but noise and exploration of each rank's own
         torch.manual_seed(c.seed + ranks.rank)
-    model.to(machine.device)
     introduce(configs, model, machine, path)
     if c.solve:
         return solve(c, use, model, data, machine)
@@ -1047,8 +912,6 @@ def train(configs, model, data, machine, folder, path):
         print(f"{stopped}: saved at step {trainer.step}; go on with --model {c.model} --init_from resume --out_dir "
               f"{folder}")
         return stopped
-    if ranks.rank:  # the first one reports
-        return None
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -1079,22 +942,51 @@ def count_parameters(model):
     return f"{count:,} parameters{part}"
 
 
-def build(configs, path):
+def build(configs, path, machine):
     """Data and model of a call, the model from `path` if there is one; fills what the data knows into configs[1]."""
     c, model_config, _, data_config = configs
     Model, load = MODELS[c.model][0], DATA[c.data][1]
+    resumes = c.init_from == "resume" and not only_uses(c)
     with user_errors():
-        data = load(data_config, prepare=not (c.solve or c.sample or c.export), saved=saved_data(path))
+        with machine.ranks.first_goes_ahead():
+            if path and not (resumes and weights_come_later(model_config)):
+                in_one_file(path)
+            data = load(data_config, prepare=not (c.solve or c.sample or c.export), saved=saved_data(path))
         if bool(data.tokenizer) == bool(c.solve) and (c.solve or c.sample):
             raise UserError(f"--data {c.data} cannot be {'solved' if c.solve else 'sampled'}; use "
                             f"--{'sample PROMPT' if c.solve else 'solve PUZZLE'}")
         if path:
             check_fit(model_config, data, path)
-            model = Model.load_pretrained(path, **asdict(model_config))
-            configs[1] = model.config
-            return data, model
-        configs[1] = dataclasses.replace(model_config, **data.model_args)
-        return data, Model(configs[1])
+        else:
+            model_config = dataclasses.replace(model_config, **data.model_args)
+        path = None if resumes and weights_come_later(model_config) else path
+        model = build_model(Model, model_config, path, machine.ranks, resumes)
+    configs[1] = model.config
+    return data, model
+
+
+def weights_come_later(config):
+    """Whether a run that is resumed restores all of its model; not the frozen base of a MoDr."""
+    return not hasattr(config, "base")
+
+
+def build_model(Model, config, path, ranks, resumes):
+    """The model of a config, with weights from `path` if there is one; sharded, if FSDP is to."""
+    from_folder = path and os.path.isdir(path)
+    if ranks.mesh is not None and getattr(Model, "fill", None) and (from_folder or resumes):
+        with torch.device("meta"):  # no process ever holds the whole
+            model = ranks.shard(Model(config))
+        if from_folder:
+            model.fill(path)
+        return model
+    return ranks.spread(lambda: Model.load_pretrained(path, **asdict(config)) if path else Model(config))
+
+
+def in_one_file(path):
+    """The path of a checkpoint; what several processes have saved is put into one file first."""
+    if os.path.isfile(path) and to_one_file(path):
+        print(f"{path}: put what several processes had saved into one file")
+    return path
 
 
 def saved_data(path):
@@ -1138,7 +1030,7 @@ def analyse(c, model, data, machine):
         path = os.path.join(c.baseline, "best.pt") if os.path.isdir(c.baseline) else c.baseline
         if path and not os.path.isfile(path):
             raise UserError(f"--baseline {c.baseline}: no such checkpoint; name a run's folder, or its best.pt")
-        baseline = type(model).load_pretrained(path).to(machine.device).eval() if path else None
+        baseline = type(model).load_pretrained(in_one_file(path)).to(machine.device).eval() if path else None
         thinking.print_analysis(c.analysis, model.eval(), data, batches, machine.autocast, parse_depths(c.depths),
                                 baseline, c.plot)
 
@@ -1168,9 +1060,8 @@ def compare(argv, c, model_config):
                 print("to go on with all networks, give the same command again")
                 return stopped
         *configs, path = parse([*flags, "--eval_only"])
-        machine = Machine.of(configs[0])
-        data, model = build(configs, path)
-        model.to(machine.device)
+        machine = Machine.of(configs[0], alone=only_uses(configs[0]))
+        data, model = build(configs, path, machine)
         scores = evaluate(model, data, "test", configs[0], configs[2], machine, parse_depths(configs[0].depths))
         results.append(study.Result(name, sum(p.numel() for p in model.parameters()), model.config.depth, scores))
     study.print_study(results, c.plot)
@@ -1195,25 +1086,27 @@ def check_same(last, *configs):
 def model_before(c, path, machine):
     """What a run went on from, by its checkpoint; None if that is gone, or for published weights, which are no run."""
     before = read_checkpoint(path)["config"].get("init_from", "") if os.path.isfile(path) else ""
-    return MODELS[c.model][0].load_pretrained(before).to(machine.device) if os.path.exists(before) else None
+    if not os.path.exists(before):
+        return None
+    return MODELS[c.model][0].load_pretrained(in_one_file(before)).to(machine.device)
 
 
 def export(configs, model, data):
-    """Write one branch of a model as a checkpoint of the model that it goes on."""
-    c, base = configs[0], BASES.get(configs[0].model)
-    if not hasattr(model, "merged"):
-        raise UserError(f"--export: a {c.model} has no branches to merge; use it with --model modr")
+    """Write the weights of a checkpoint as a file; of a MoDr, one branch as a checkpoint of the model it goes on."""
+    c = configs[0]
     if os.path.exists(c.export):
         raise UserError(f"--export {c.export} exists; name a new file")
     with user_errors():
-        plain = model.merged(0 if model.config.num_branches == 1 else model.config.branch)
+        merges = hasattr(model, "merged")
+        plain = model.merged(0 if model.config.num_branches == 1 else model.config.branch) if merges else model
+        name = BASES[c.model] if merges else c.model
         content = {name: asdict(config) for name, config in zip(("config", "use_config", "data_config"),
                                                                 (c, configs[2], configs[3]))}
-        content["config"] |= {"model": base}
+        content["config"] |= {"model": name}
         content |= {"model_config": asdict(plain.config), "model": plain.state_dict(), "data": data.state()}
         with atomic_write(c.export) as file:
             torch.save(content, file)
-    print(f"wrote {c.export}, {count_parameters(plain)}; use it with --model {base} --init_from {c.export}")
+    print(f"wrote {c.export}, {count_parameters(plain)}; use it with --model {name} --init_from {c.export}")
 
 
 def solve(c, use, model, data, machine):

@@ -1,4 +1,4 @@
-"""What the data modules share: files that are whole or absent, checked downloads, lines and faults, hashes, epochs.
+"""What the modules share: files that are whole or absent, checked downloads, lines and faults, hashes, epochs.
 
     with atomic_write("cache/x.npz") as file:       # "x.npz" appears only when the block ends without an error
         np.savez(file, a=a)
@@ -15,6 +15,24 @@ import zlib
 
 import numpy as np
 from tqdm import tqdm
+
+
+class UserError(Exception):
+    """A mistake of the user's, told in one line; train.py's exit code is then 2."""
+
+
+@contextlib.contextmanager
+def user_errors():
+    """ValueErrors of the model and data modules are mistakes of the user's; so are folders that cannot be written."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        place = f"{error.filename}: {error.strerror}; name another file or folder" if error.filename else str(error)
+        raise UserError(place) from None
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
 @contextlib.contextmanager

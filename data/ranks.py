@@ -2,9 +2,11 @@
 
     torchrun --nproc_per_node 8 train.py ... --parallel ddp         each rank holds the model, gradients are averaged
     torchrun --nproc_per_node 8 train.py ... --parallel fsdp        each rank holds a share of every weight (FSDP2)
+    python train.py ... --offload                                   one, which holds the weights in CPU memory (FSDP2)
 
-    ranks = Ranks.join(torch.device("cuda"), minutes=10)            # one rank of one, without torchrun
-    step = ranks.wrap(model, "ddp", torch.bfloat16)
+    ranks = Ranks.join(torch.device("cuda"), torch.bfloat16, minutes=10, kind="fsdp")   # without torchrun, one of one
+    model = ranks.spread(make)                          # make() on the first rank; of the model each gets its share
+    step = ranks.wrap(model)
     loss, metrics, carry = step(batch, carry)           # model.step, whose backward pass then also talks to the others
 
 torch.distributed does the work; here is what a training script must know of it. A batch is the same for any number of
@@ -20,9 +22,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard,
+                                    register_fsdp_forward_method)
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 IGNORE = -100  # the label of what is not scored
 
@@ -44,20 +49,32 @@ class Ranks:
 
     rank: int = 0
     size: int = 1
+    device: torch.device = torch.device("cpu")
+    dtype: torch.dtype = torch.float32  # in which FSDP gathers weights; gradients are summed in float32
+    mesh: DeviceMesh | None = None  # what FSDP shards over; None: each rank holds the model
+    offload: bool = False  # FSDP keeps weights, gradients and optimizer states in CPU memory
+    writers: dist.ProcessGroup | None = None  # for messages of the thread that writes checkpoints
 
     @classmethod
-    def join(cls, device, minutes):
-        """Join the processes that torchrun started, if it did and they are not joined yet.
+    def join(cls, device, dtype, minutes, kind="ddp", offload=False, alone=False):
+        """Join the processes that torchrun started, if it did; they stay joined for another call.
 
-        device: a torch.device. minutes: how long a rank waits for the others before it ends with an error.
+        minutes: how long a rank waits for the others before it ends with an error. kind: "ddp" or "fsdp"; offload is
+        fsdp, also of one process. alone: whatever torchrun started, this process works by itself.
         """
-        size = int(os.environ.get("WORLD_SIZE", 1))
-        if size > 1 and not dist.is_initialized():
-            wait = datetime.timedelta(minutes=minutes)
+        size = 1 if alone else int(os.environ.get("WORLD_SIZE", 1))
+        sharded = offload or kind == "fsdp" and size > 1
+        if size == 1 and not sharded:
+            return cls(device=device, dtype=dtype)
+        rank = int(os.environ["RANK"]) if size > 1 else 0
+        if not dist.is_initialized():
             if device.type == "cuda":  # else all of this machine's would meet on its first card
                 torch.cuda.set_device(device)
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=wait)
-        return cls(int(os.environ["RANK"]), size) if size > 1 else cls()
+            store = {} if size > 1 else dict(store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+                                    timeout=datetime.timedelta(minutes=minutes), **store)
+        mesh = init_device_mesh(device.type, (size,)) if sharded else None
+        return cls(rank, size, device, dtype, mesh, offload, dist.new_group(backend="gloo") if size > 1 else None)
 
     @staticmethod
     def leave():
@@ -101,24 +118,77 @@ class Ranks:
             if len(mine) or self.size > 1:  # alone, a part without rows is left out
                 yield part if len(mine) else part | {"labels": torch.full_like(part["labels"], IGNORE)}
 
-    def wrap(self, model, kind, dtype):
-        """model.step as a function, whose backward passes leave the mean of all ranks' gradients in the parameters.
-
-        kind: "ddp" or "fsdp", which shards, in place, each of `model.parts_to_compile()`, its blocks, and what is left.
-        dtype: in which FSDP gathers weights; gradients are summed in float32.
-        """
-        if self.size == 1:
-            return model.step
-        if kind == "ddp":  # some steps leave a parameter out, such as a branch that nothing was sent to
-            return DistributedDataParallel(Step(model), broadcast_buffers=False, find_unused_parameters=True,
-                                           gradient_as_bucket_view=True)
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    def shard(self, model):
+        """Have FSDP2 shard a model on the meta device, by its blocks, and allocate this rank's share, without values."""
+        policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        on_cuda = self.device.type == "cuda"
+        offload = CPUOffloadPolicy(pin_memory=on_cuda) if self.offload else OffloadPolicy()
         for part in [*model.parts_to_compile(), model]:
-            fully_shard(part, mp_policy=policy)
+            fully_shard(part, mesh=self.mesh, mp_policy=policy, offload_policy=offload)
         for method in ("step", "evaluate", "stream", "solve"):
             if hasattr(model, method):
                 register_fsdp_forward_method(model, method)
-        return model.step
+        model.to_empty(device="cpu" if self.offload else self.device)
+        for module in model.modules():  # what is no parameter is small, and stays where it is used
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, torch.empty_like(buffer, device=self.device))
+        return model
+
+    @torch.no_grad()
+    def spread(self, make):
+        """The model that make() returns. Sharded, the first rank alone makes it, on the CPU, and sends each its share.
+
+        To be called on all ranks, with a function that takes no arguments.
+        """
+        if self.mesh is None:
+            return make().to(self.device)
+        made = []
+
+        def make_first():
+            made.append(make())
+            tensors = [*made[0].named_parameters(), *made[0].named_buffers()]
+            return type(made[0]), made[0].config, {name: tensor.dtype for name, tensor in tensors}
+
+        Model, config, dtypes = self.first_decides(make_first)
+        with torch.device("meta"):
+            model = Model(config)
+        for name, parameter in model.named_parameters():
+            parameter.data = parameter.data.to(dtypes[name])
+        self.shard(model)
+        whole = dict([*made[0].named_parameters(), *made[0].named_buffers()]) if made else {}
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            value = whole[name].detach() if made else torch.empty(tensor.shape, dtype=dtypes[name])
+            value = value.to(self.device)
+            if isinstance(tensor, DTensor):
+                tensor.to_local().copy_(distribute_tensor(value, tensor.device_mesh, tensor.placements).to_local())
+            else:
+                if self.size > 1:
+                    dist.broadcast(value, 0)
+                tensor.copy_(value)
+        return model.train(made[0].training if made else True)
+
+    def averaged(self, model, rule):
+        """An AveragedModel of a model from `spread`, sharded alike. rule: its multi_avg_fn."""
+        if self.mesh is None:
+            return AveragedModel(model, multi_avg_fn=rule)
+        with torch.device("meta"):  # FSDP has no deepcopy
+            averaged = AveragedModel(type(model)(model.config), multi_avg_fn=rule)
+        self.shard(averaged.module)
+        averaged.n_averaged = torch.zeros((), dtype=torch.long, device=self.device)
+        with torch.no_grad():
+            for ours, theirs in ((averaged.module.parameters(), model.parameters()),
+                                 (averaged.module.buffers(), model.buffers())):
+                for new, old in zip(ours, theirs):
+                    new.copy_(old)
+        return averaged
+
+    def wrap(self, model):
+        """model.step as a function, whose backward passes leave the mean of all ranks' gradients in the parameters."""
+        if self.size == 1 or self.mesh is not None:
+            return model.step
+        # some steps leave a parameter out, such as a branch that nothing was sent to
+        return DistributedDataParallel(Step(model), broadcast_buffers=False, find_unused_parameters=True,
+                                       gradient_as_bucket_view=True)
 
     @contextlib.contextmanager
     def syncs(self, step, now):
@@ -203,17 +273,3 @@ class Ranks:
         if self.size > 1:
             dist.all_gather_object(found, value)
         return found
-
-
-def shard_states(optimizer, state):
-    """The state_dict of an optimizer over whole parameters -> the same over its own, which FSDP may have sharded."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-
-    def sharded(parameter, value):
-        if not (isinstance(parameter, DTensor) and isinstance(value, torch.Tensor) and value.shape == parameter.shape):
-            return value
-        return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
-
-    states = {i: {name: sharded(params[i], value) for name, value in values.items()}
-              for i, values in state["state"].items()}
-    return {**state, "state": states}

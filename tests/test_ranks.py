@@ -3,13 +3,16 @@
     python -m pytest tests/test_ranks.py -q
 """
 
+import glob
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -17,8 +20,11 @@ import torch
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 
+import dnd  # noqa: E402
 import huginn  # noqa: E402
 import train  # noqa: E402
+from data import checkpoint  # noqa: E402
+from data.checkpoint import read_checkpoint, read_tensors  # noqa: E402
 from data.ranks import Ranks  # noqa: E402
 
 HRM = ("--model hrm --data sudoku --preset nano-6x6 --box 2x2 --clues 6 --n_embd 32 --n_head 2 --num_train 64 "
@@ -65,6 +71,11 @@ def log(folder):
         return [json.loads(line) for line in file]
 
 
+def whole(path):
+    """A checkpoint with the tensors that lie in a folder beside it."""
+    return read_tensors(path, read_checkpoint(path))
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A folder with every run on one process, "one/NAME", and on two with DDP and FSDP."""
@@ -87,7 +98,7 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("name", RUNS)
 def test_two_processes_have_the_losses_of_one(folder, name, kind):
     one, two = log(f"one/{name}"), log(f"{kind}/{name}")
-    assert len(one) == len(two) or len(one) == len(two) + 1, "the last weights are only tested by one process"
+    assert len(one) == len(two)
     steps = [(a, b) for a, b in zip(one, two) if "loss" in a]
     assert len(steps) == 12 and steps[0][0]["loss"] != steps[-1][0]["loss"]
     for a, b in steps:
@@ -95,7 +106,7 @@ def test_two_processes_have_the_losses_of_one(folder, name, kind):
         for key in a.keys() - ours:
             same = a[key] is b[key] is None or a[key] == pytest.approx(b[key], rel=2e-4, abs=2e-5)
             assert same, (a["step"], key, a[key], b[key])
-    last = [train.read_checkpoint(f"{where}/{name}/last.pt") for where in ("one", kind)]
+    last = [whole(f"{where}/{name}/last.pt") for where in ("one", kind)]
     assert last[0]["model"].keys() == last[1]["model"].keys()
     for key, value in last[0]["model"].items():
         torch.testing.assert_close(value, last[1]["model"][key], rtol=2e-2, atol=2e-4, msg=key)
@@ -109,12 +120,115 @@ def test_depths_and_selections_differ_between_steps(folder):
     assert {line["ratio"] for line in log("one/dnd, nothing selected") if "loss" in line} == {0}
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-@pytest.mark.parametrize("name", ["hrm, paper-like", "huginn", "dnd"])
-def test_a_run_of_two_goes_on_on_one_and_the_other_way_round(folder, name, kind):
-    model = RUNS[name][1 + RUNS[name].index("--model")]
-    code = call(["--model", model, "--init_from", "resume", "--out_dir", f"{kind}/{name}", "--max_steps", 15])
-    assert code == 0 and [line["step"] for line in log(f"{kind}/{name}") if "loss" in line] == list(range(1, 16))
+@pytest.mark.parametrize("name", ["hrm, paper-like", "huginn", "dnd", "modr"])
+def test_runs_go_on_on_any_number_of_processes(folder, resumed, name):
+    """Of two processes on one, of one on two, of two on two: the losses are those of one that goes on."""
+    expected = [line for line in log(f"resumed/one-on-one/{name}") if "loss" in line]
+    assert [line["step"] for line in expected] == list(range(1, 16))
+    for how in ("ddp-on-one", "fsdp-on-one", "one-on-fsdp", "fsdp-on-ddp"):
+        lines = [line for line in log(f"resumed/{how}/{name}") if "loss" in line]
+        assert [line["step"] for line in lines] == list(range(1, 16)), how
+        for a, b in zip(expected[12:], lines[12:]):
+            assert a["loss"] == pytest.approx(b["loss"], rel=2e-3), (how, a["step"])
+
+
+@pytest.fixture(scope="module")
+def resumed(folder):
+    """Copies of some runs, gone on with for three steps, in folders BEFORE-on-AFTER/NAME."""
+    on_two = []
+    for how in ("one-on-one", "ddp-on-one", "fsdp-on-one", "one-on-fsdp", "fsdp-on-ddp"):
+        before, after = how.split("-on-")
+        for name in ("hrm, paper-like", "huginn", "dnd", "modr"):
+            model, where = RUNS[name][1 + RUNS[name].index("--model")], f"resumed/{how}/{name}"
+            shutil.copytree(f"{before}/{name}", where)
+            flags = ["--model", model, "--init_from", "resume", "--out_dir", where, "--max_steps", 15]
+            if after == "one":
+                assert call(flags) == 0, where
+            else:
+                on_two.append([*flags, "--parallel", after])
+    code, out = launch(folder, *on_two)
+    assert code == 0, out[-3000:]
+
+
+def test_checkpoints_are_written_while_training_goes_on(folder):
+    code, out = launch(folder, ["writes slowly", *HRM, *ALWAYS, "--eval_interval", 3, "--max_steps", 12, "--out_dir",
+                                "two/slowly"])
+    assert code == 0, out[-3000:]
+    steps = [json.loads(line) for line in open("two/slowly/writes.jsonl", encoding="utf-8")]
+    assert any(after > before for before, after in steps), "steps at the beginning and at the end of a write"
+    assert whole("two/slowly/last.pt")["step"] == 12
+    assert sorted(glob.glob("two/slowly/*.parts"))[1:] == ["two/slowly/last-12.parts"], "with one of best.pt's"
+
+
+def test_a_run_that_is_killed_while_it_writes_goes_on_from_the_checkpoint_before(folder):
+    flags = [*HRM, *ALWAYS, "--eval_interval", 3, "--max_steps", 12, "--out_dir", "two/dies"]
+    code, out = launch(folder, ["dies writing", *flags])
+    assert code != 0 and os.path.exists("two/dies/last-6.parts"), out[-3000:]
+    assert whole("two/dies/last.pt")["step"] == 3
+    assert call(["--model", "hrm", "--init_from", "resume", "--out_dir", "two/dies"]) == 0
+    assert [line["step"] for line in log("two/dies") if "loss" in line] == list(range(1, 13))
+    assert not glob.glob("two/dies/last-*.parts"), "what was half-written is gone"
+
+
+def test_what_several_processes_saved_becomes_one_file(folder, capfd):
+    shutil.copytree("fsdp/huginn", "two/parts")
+    shutil.copytree("fsdp/huginn", "two/without", ignore=shutil.ignore_patterns("*.parts"))
+    best = whole("two/parts/best.pt")["model"]
+    assert call(["--model", "huginn", "--out_dir", "two/parts", "--export", "two/plain.pt"]) == 0
+    assert not glob.glob("two/parts/best-*.parts") and glob.glob("two/parts/last-*.parts")
+    for path in ("two/plain.pt", "two/parts/best.pt"):
+        plain = torch.load(path, weights_only=True)["model"]
+        assert plain.keys() == best.keys() and all(plain[name].equal(value) for name, value in best.items())
+    assert call(["--model", "huginn", "--init_from", "two/plain.pt", "--sample", "001+002="]) == 0
+    capfd.readouterr()
+    assert call(["--model", "huginn", "--init_from", "two/without", "--sample", "1"]) == 2
+    err = capfd.readouterr().err
+    assert len(err.splitlines()) == 1 and "best-" in err and "copy both" in err
+
+
+def test_weights_may_stay_in_cpu_memory(folder):
+    """FSDP on one process: the losses are its own without, to the bit."""
+    for name in ("huginn, in parts", "modr"):
+        flags = [*RUNS[name], *ALWAYS, "--max_steps", 12, "--offload", "--out_dir", f"offload/{name}"]
+        assert launch(folder, flags, processes=1)[0] == 0
+        one, two = ([line["loss"] for line in log(f"{where}/{name}") if "loss" in line] for where in ("one", "offload"))
+        assert one == two
+    code, out = launch(folder, ["--model", "huginn", "--offload", "--sample", "001+002=", "--out_dir", "one/huginn"],
+                       processes=1)
+    assert code == 0 and "tokens/s" in out, out[-3000:]
+
+
+@pytest.mark.parametrize("name, model, sizes", [
+    ("experts", "dnd", dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24, tie_embeddings=False)),
+    ("dense", "dnd", dict(intermediate_size=48)), ("huginn", "huginn", {})])
+def test_each_process_reads_its_share_of_a_folder(folder, name, model, sizes):
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    os.makedirs(f"folders/{name}")
+    if model == "dnd":
+        config = dnd.DNDConfig(vocab_size=257, block_size=64, n_embd=32, n_layer=3, n_head=2, n_kv_head=1, head_dim=16,
+                               **sizes)
+        whole = dnd.DND(config)
+        theirs = dict(model_type="qwen3", hidden_size=32, num_hidden_layers=3, num_attention_heads=2, head_dim=16,
+                      num_key_value_heads=1, max_position_embeddings=64, tie_word_embeddings=config.tie_embeddings,
+                      rope_theta=1e6, vocab_size=257, intermediate_size=48) | sizes
+        state = {theirs: weight[index].clone() for theirs, (weight, index) in dnd._places(whole).items()}
+    else:
+        config = huginn.HuginnConfig(vocab_size=257, block_size=64, n_embd=32, n_head=2, intermediate_size=48)
+        whole, theirs = huginn.Huginn(config), asdict(config) | dict(n_heads=2)
+        state = {f"transformer.{name}": value for name, value in whole.state_dict().items()}
+    with open(f"folders/{name}/config.json", "w", encoding="utf-8") as file:
+        json.dump(theirs, file)
+    for i in range(3):
+        save_file(dict(list(state.items())[i::3]), f"folders/{name}/model-{i}.safetensors")
+    code, out = launch(folder, ["fills", model, f"folders/{name}"])
+    assert code == 0, out[-3000:]
+    total, read = sum(value.numel() for value in state.values()), []
+    for rank in range(2):
+        found = torch.load(f"folders/{name}/rank{rank}.pt")
+        read.append(found["read"])
+        for key, value in whole.state_dict().items():
+            assert found["state"][key].equal(value), key
+    assert sum(read) == total and max(read) < 0.75 * total
 
 
 @pytest.mark.parametrize("what, word", [("fails", "ZeroDivisionError"), ("hangs", "imeout|imed out"),
@@ -162,22 +276,61 @@ def test_batches_that_do_not_divide_are_a_mistake(folder):
 
 
 def trouble(what):
-    """Make the second step of the second process do something bad."""
+    """Make the second step of the second process do something bad, or let checkpoints be written slowly, or not."""
+    done = []
+
     def step(trainer, original=train.Trainer.one_step):
         if os.environ["RANK"] == "1" and trainer.step == 1:
             if what == "fails":
                 1 / 0
             if what == "is killed":
                 os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(100)
+            if what == "hangs":
+                time.sleep(100)
+        done.append(time.sleep(0.02 if "writ" in what else 0))
         return original(trainer)
-    train.Trainer.one_step = step
+
+    def save(tensors, original=checkpoint.dcp.save, **options):
+        folder, before = options["checkpoint_id"], len(done)
+        if what == "dies writing" and folder.endswith("last-6.parts"):
+            os.makedirs(folder, exist_ok=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        original(tensors, **options)
+        if what == "writes slowly":
+            time.sleep(0.3)
+            if os.environ["RANK"] == "0":
+                with open(os.path.join(os.path.dirname(folder), "writes.jsonl"), "a", encoding="utf-8") as file:
+                    file.write(json.dumps([before, len(done)]) + "\n")
+
+    train.Trainer.one_step, checkpoint.dcp.save = step, save
+
+
+def fill(model, path):
+    """Read a folder into a model that FSDP shards; keep all of it, and how many numbers this process has read."""
+    from torch.distributed.checkpoint import HuggingFaceStorageReader
+    read = []
+
+    def count(reader, file, request, planner, original=HuggingFaceStorageReader._process_read_request):
+        read.append(request.lengths.numel())
+        return original(reader, file, request, planner)
+
+    HuggingFaceStorageReader._process_read_request = count
+    ranks, Model = Ranks.join(torch.device("cpu"), torch.float32, 1, "fsdp"), train.MODELS[model][0]
+    config = (dnd.DNDConfig if model == "dnd" else huginn.HuginnConfig)(**Model.pretrained_config(path))
+    with torch.device("meta"):
+        sharded = ranks.shard(Model(config))
+    sharded.fill(path)
+    state = ranks.whole(sharded.state_dict())
+    torch.save({"state": state, "read": sum(read)}, f"{path}/rank{ranks.rank}.pt")
 
 
 if __name__ == "__main__":  # one of the processes that `launch` has started
     torch.set_num_threads(1)
     with open(sys.argv[1], encoding="utf-8") as file:
         for flags in json.load(file):
+            if flags[0] == "fills":
+                fill(*flags[1:])
+                continue
             if not flags[0].startswith("-"):
                 trouble(flags.pop(0))
             if code := call(flags):
