@@ -30,6 +30,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import hrm  # noqa: E402  (after the path is set)
 import train  # noqa: E402
+from data import machine  # noqa: E402
 
 # ---- the paper, written down plainly
 
@@ -361,7 +362,7 @@ def main():
     train.keep_freed_memory()
     if args.threads:
         torch.set_num_threads(args.threads)
-    dtype, reason = train.pick_dtype(args.dtype, torch.device("cpu"))
+    dtype, reason = machine.pick_dtype(args.dtype, torch.device("cpu"))
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {reason}")
 
     common = dict(pos_encodings="rope", loss="stablemax", halt_exploration_prob=0.1, puzzle_emb_ndim=0, grad_updates=2)

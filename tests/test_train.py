@@ -24,7 +24,7 @@ import torch
 import dnd
 import huginn
 import train
-from data import sudoku
+from data import machine, sudoku
 from data.show import write_text
 from data.tokenizer import byte_tokenizer, huggingface_tokenizer
 from hrm import HRM, PRESETS
@@ -575,7 +575,7 @@ def test_a_cpu_without_bfloat16_takes_float32(run, monkeypatch):
 def test_a_card_without_bfloat16_takes_scaled_float16(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: False)
     for name in ("auto", "bfloat16"):
-        dtype, reason = train.pick_dtype(name, torch.device("cuda"))
+        dtype, reason = machine.pick_dtype(name, torch.device("cuda"))
         assert dtype == torch.float16 and "float16 with loss scaling" in reason
 
 
