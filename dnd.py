@@ -834,8 +834,8 @@ class DND(nn.Module):
 
         path: a folder with config.json and .safetensors files, one or many, or a checkpoint file. dtype: of the
         weights. overrides: DNDConfig fields; with nested layers where the file has none, those start as new ones do.
-        A folder is read tensor by tensor: memory is that of the model and of a file, while it is mapped. Raises ValueError, one line, for
-        what is no such checkpoint or does not fit.
+        A folder is read tensor by tensor: memory is that of the model and of a file, while it is mapped. Raises
+        ValueError, one line, for what is no such checkpoint or does not fit.
         """
         config = cls.pretrained_config(path) | overrides
         with torch.device("meta"):  # no memory until the weights arrive
@@ -996,7 +996,9 @@ def _places(model):
         if parameter.ndim < 3 and not name.startswith("nesting."):
             places[name if name == "lm_head.weight" else f"model.{name}"] = parameter.detach(), ()
         if parameter.ndim == 3:  # ours are stacked, theirs are apart
-            parts = {"gate": slice(width), "up": slice(width, None)} if last == "gate_up_proj" else {"down": slice(None)}
+            parts = {"down": slice(None)}
+            if last == "gate_up_proj":
+                parts = {"gate": slice(width), "up": slice(width, None)}
             places |= {f"model.{layer_mlp}.experts.{expert}.{part}_proj.weight": (parameter.detach(), (expert, rows))
                        for expert in range(len(parameter)) for part, rows in parts.items()}
     return places

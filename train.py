@@ -54,7 +54,6 @@ where the count of the metric "loss" is what a loss is a mean over, and data thr
 """
 
 import argparse
-import contextlib
 import dataclasses
 import difflib
 import glob
@@ -745,17 +744,20 @@ class Trainer:
             parts.append(f"{flops / max(seconds, 1e-9) / 1e9:,.0f} GFLOP/s")
         return " | ".join(parts + ([f"{clock(min(left))} left"] if left else []))
 
-    def validate(self):
-        """Score the validation split at the deepest depth; keep the weights if they are the best so far."""
-        what = (self.scored, self.data, "val", self.c, self.use, self.machine, [parse_depths(self.c.depths)[-1]])
+    def evaluate(self, split, depths):
+        """Score a split with the weights that count: depth -> name -> (N,) scores."""
+        what = (self.scored, self.data, split, self.c, self.use, self.machine, depths)
         try:
-            scores = evaluate(*what)
+            return evaluate(*what)
         except Exception as error:  # other shapes and no gradient: the blocks are compiled once more
             if not self.compiled:
                 raise
             self.uncompile(error)
-            scores = evaluate(*what)
-        ((_, named),) = scores.items()
+            return evaluate(*what)
+
+    def validate(self):
+        """Score the validation split at the deepest depth; keep the weights if they are the best so far."""
+        ((_, named),) = self.evaluate("val", parse_depths(self.c.depths)[-1:]).items()
         named = means(named)
         first, sign = next(iter(named)), 1 if "accuracy" in next(iter(named)) else -1
         compared = [first] + [name for name in named if "accuracy" in name and name != first]  # the rest break ties
@@ -770,12 +772,11 @@ class Trainer:
     def report(self):
         """Score the best and the last weights on the test split, once each, and show a few examples of it."""
         depths, model = parse_depths(self.c.depths), self.scored
-        what = (model, self.data, "test", self.c, self.use, self.machine, depths)
-        results = {} if self.best["step"] == self.step else {f"last (step {self.step})": evaluate(*what)}
+        results = {} if self.best["step"] == self.step else {f"last (step {self.step})": self.evaluate("test", depths)}
         path = os.path.join(self.folder, "best.pt")
         saved = read_checkpoint(path)
         model.load_state_dict(self.read(path, {"model": saved["model"], "parts": saved.get("parts")})["model"])
-        results = {f"best on validation (step {self.best['step']})": evaluate(*what)} | results
+        results = {f"best on validation (step {self.best['step']})": self.evaluate("test", depths)} | results
         for title, scores in results.items():
             print_scores(f"test split, {title}", scores, self.data.groups())
             line = {f"test_{name}_{depth}": v for depth, named in scores.items() for name, v in means(named).items()}

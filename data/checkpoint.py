@@ -1,10 +1,10 @@
 """Checkpoints of runs: a file each and, where several processes train, a folder beside it that they write together.
 
     writer = Writer("out/run", ranks)
-    writer.save("last.pt", content, weights, step)      # of weights, sharded or not, each process writes its part, while
-    writer.wait()                                       # training goes on; now it is on the disk
+    writer.save("last.pt", content, weights, step)      # each process writes its part, while training goes on
+    writer.wait()                                       # now it is on the disk
     saved = read_checkpoint("out/run/last.pt")          # a dict; what is in the folder is there as meta tensors
-    saved = read_tensors("out/run/last.pt", saved, like)    # with them: on any number of processes, sharded as they wish
+    saved = read_tensors("out/run/last.pt", saved, like)    # with them, on any number of processes, sharded or not
     to_one_file("out/run/last.pt")                      # what torch.load alone can read
 
 The file last.pt names its folder, last-STEP.parts, in the format of torch.distributed.checkpoint. It is written after
@@ -124,7 +124,8 @@ def read_tensors(path, saved, like=lambda where: None):
         ours = like(where)
         sharded = isinstance(ours, DTensor) and ours.shape == value.shape
         if value.is_meta:
-            wanted[where] = torch.empty_like(ours, dtype=value.dtype) if sharded else torch.empty_like(value, device="cpu")
+            new = torch.empty_like(ours, dtype=value.dtype) if sharded else torch.empty_like(value, device="cpu")
+            wanted[where] = new
             return wanted[where]
         return distribute_tensor(value, ours.device_mesh, ours.placements, src_data_rank=None) if sharded else value
 

@@ -74,7 +74,8 @@ class Ranks:
             dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
                                     timeout=datetime.timedelta(minutes=minutes), **store)
         mesh = init_device_mesh(device.type, (size,)) if sharded else None
-        return cls(rank, size, device, dtype, mesh, offload, dist.new_group(backend="gloo") if size > 1 else None)
+        writers = dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=minutes)) if size > 1 else None
+        return cls(rank, size, device, dtype, mesh, offload, writers)
 
     @staticmethod
     def leave():
@@ -119,7 +120,7 @@ class Ranks:
                 yield part if len(mine) else part | {"labels": torch.full_like(part["labels"], IGNORE)}
 
     def shard(self, model):
-        """Have FSDP2 shard a model on the meta device, by its blocks, and allocate this rank's share, without values."""
+        """Have FSDP2 shard a model on the meta device, by its blocks, and allocate this rank's share, to fill later."""
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         on_cuda = self.device.type == "cuda"
         offload = CPUOffloadPolicy(pin_memory=on_cuda) if self.offload else OffloadPolicy()
@@ -223,8 +224,7 @@ class Ranks:
         """The sum over ranks of a list of numbers or scalar tensors, as a list of floats."""
         if self.size == 1 or not values:
             return [float(value) for value in values]
-        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        total = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in values])
+        total = torch.stack([torch.as_tensor(value, dtype=torch.float64, device="cpu") for value in values])
         dist.all_reduce(total)
         return total.tolist()
 
