@@ -235,11 +235,11 @@ def test_gathered_weights_are_not_cast_once_more():
             parameter.data = parameter.data.half()
         gathered = watch(model, batch_of(config, 4, 64), torch.float16)
     assert gathered.copies < 1e5  # of the norms, which compute in float32
-    budget = budget_of("--model dnd --preset nano-moe --batch_size 32 --max_tokens 64", world_size=8, parallel="fsdp")
+    budget = budget_of("--model dnd --preset nano-moe --batch_size 32", world_size=8, parallel="fsdp")
     budget.tokens = 64
     cast = budget.memory(parallel="ddp")
     assert cast["cast copies of weights"] > 2 * budget.total  # bytes; each nested pass of a layer has copies of its own
-    assert budget.memory()["activations"] == pytest.approx(gathered.activations, rel=0.02)
+    assert budget.memory()["activations"] == pytest.approx(gathered.activations, rel=0.05)
 
 
 @pytest.mark.parametrize("words", ("--model modr --preset paper --data math",
