@@ -273,7 +273,7 @@ def in_words(seconds):
     for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60), ("s", 1)):
         if seconds >= 2 * size:
             return f"{seconds / size:,.1f} {unit}"
-    return f"{1000 * seconds:,.3g} ms"
+    return f"{1000 * seconds:,.4g} ms"
 
 
 def check_budget(c, world_size, mfu):
