@@ -2,7 +2,7 @@
 
     python train.py --model huginn --data text --preset paper --dry_run --world_size 8    # seconds, on any machine
 
-    print_budget(configs, Model, world_size, mfu, parallel)     # configs: train.py's, of training, model, use and data
+    print_budget(configs, Model, world_size, mfu, parallel, offload)    # configs: train.py's, of training, model, ...
 
 No data are read, and no memory is taken: steps are watched on fake tensors, see ledger.py.
 
@@ -16,8 +16,14 @@ No data are read, and no memory is taken: steps are watched on fake tensors, see
     copies                autocast's: from a weight's use to the end of the forward pass or, if saved, to its gradient
     activations           what else is alive at the worst moment of the forward and backward pass of one part
 
-    ddp    everything is held by each of W GPUs (the gradients in its buckets, once), the batch is split
-    fsdp   (weights + gradients + states + EMA) / W; of the copies only those of the largest block, gathered at a time
+    ddp      everything is held by each of W GPUs (the gradients in its buckets, once), the batch is split
+    fsdp     (weights + gradients + states + EMA) / W, and instead of the copies, in the dtype of the forward pass
+               gathered weights    what is in no block, for the whole step, and two blocks, the largest: while one
+                                   computes, the next is gathered, in the backward pass as well
+               unscattered         gradients of both, and those of a block once more in float32, as they are summed
+             with several parts on a GPU, gradients are kept whole and in float32 until the last one scatters them
+    offload  of fsdp, on one GPU too: what is divided by W is in CPU memory, and so is what the optimizer's step takes.
+             A single GPU fetches no block ahead, but has float32 weights while it casts them: about as much
 
     FLOPs  of a language model: its flops(), forward and backward, 6 per weight and token and the attention, for the
            mean of a Huginn's draws and a DND's k_target; of HRM: all matrix products of a step, counted. What is
@@ -25,9 +31,8 @@ No data are read, and no memory is taken: steps are watched on fake tensors, see
     time   FLOPs / (W * mfu * 989e12), the H100's dense bfloat16 (67e12 with --dtype float32)
 
 With grad_accum 1, gradients come as activations go: that takes less than this says. Left out: temporaries within a
-kernel, gradients that fsdp has not scattered yet and what it gathers ahead, --compile (which needs
-less), evaluation (--eval_batch_size rows without gradient), loading, communication. A card counts as full at 95 %, less
-1 GiB for CUDA itself.
+kernel, --compile (which needs less), evaluation (--eval_batch_size rows without gradient), loading, the time of
+communication and of what --offload moves. A card counts as full at 95 %, less 1 GiB for CUDA itself.
 """
 
 import dataclasses
@@ -48,6 +53,8 @@ PEAK = {True: 989e12, False: 67e12}  # FLOP/s of an H100, dense, in bfloat16 or 
 SLOW = 1024  # below this width, kernels are too small to keep an H100 busy
 ARC_TASKS = 960  # arc1 and conceptarc, as the paper counts them
 GIB = 2**30
+ALONE = "note: on one GPU --parallel fsdp has nothing to share; give --world_size, or --offload to use CPU memory"
+STEPPING = "more in the optimizer's step"
 
 
 # ---- the numbers
@@ -56,9 +63,10 @@ GIB = 2**30
 class Budget:
     """What a call of train.py takes. Sizes are bytes."""
 
-    def __init__(self, configs, Model, world_size=1, parallel="none"):
+    def __init__(self, configs, Model, world_size=1, parallel="none", offload=False):
         self.c, self.config, _, data_config = configs
-        self.Model, self.world, self.parallel = Model, world_size, parallel
+        self.Model, self.world, self.offload = Model, world_size, offload
+        self.parallel = "fsdp" if offload else parallel
         self.kind = "hrm" if hasattr(self.config, "halt_max_steps") else "lm"
         self.dtype = torch.float32 if self.c.dtype == "float32" else torch.float16
         self.assumed = []
@@ -67,7 +75,7 @@ class Budget:
             self.tokens = self.config.seq_len
         else:
             self.tokens = self.text(data_config)
-        self.rows = self.rows_of(self.c.grad_accum, world_size)
+        self.rows = self.split(self.c.grad_accum, world_size)
         self.checkpoint = next((name for name in ("checkpoint_core", "checkpoint_layers")
                                 if hasattr(self.config, name)), None)
         self.recomputes = bool(self.checkpoint and getattr(self.config, self.checkpoint))
@@ -78,21 +86,17 @@ class Budget:
 
     def puzzles(self, name, data_config):
         """Fields of an HRM's config, which the data would tell."""
-        if name in ("maze", "arc"):
-            {"maze": maze, "arc": arc}[name].validate(data_config)
-        else:
+        if name == "sudoku":
             rows, columns = parse_box(data_config.box)
-            side = rows * columns
-            return dict(vocab_size=side + 2, seq_len=side**2, num_puzzle_identifiers=1, box_rows=rows,
-                        box_cols=columns)
-        ids, side = 1, data_config.size if name == "maze" else data_config.board
-        if name == "arc" and self.config.num_puzzle_identifiers > 1:
-            ids = self.config.num_puzzle_identifiers
-        elif name == "arc":
+            return dict(vocab_size=rows * columns + 2, seq_len=(rows * columns)**2, num_puzzle_identifiers=1,
+                        box_rows=rows, box_cols=columns)
+        {"maze": maze, "arc": arc}[name].validate(data_config)
+        side, vocab = (data_config.size, len(maze.TOKENS)) if name == "maze" else (data_config.board, arc.VOCAB)
+        ids = self.config.num_puzzle_identifiers if name == "arc" else 1
+        if name == "arc" and ids <= 1:
             ids = ARC_TASKS * (data_config.num_augments + 1)
             self.assumed.append(f"{ids:,} puzzle ids: {ARC_TASKS} tasks, {data_config.num_augments + 1:,} "
                                 "transformations each; else give --num_puzzle_identifiers")
-        vocab = len(maze.TOKENS) if name == "maze" else arc.VOCAB
         return dict(vocab_size=vocab, seq_len=side**2, num_puzzle_identifiers=ids, box_rows=0, box_cols=0)
 
     def text(self, data_config):
@@ -104,9 +108,9 @@ class Budget:
                             f"{self.config.vocab_size:,}, else give --vocab_size")
         return tokens
 
-    def rows_of(self, parts, world):
-        """Rows of a part on a GPU; where there are more parts than rows, there will be fewer parts."""
-        return -(-self.c.batch_size // (parts * world))
+    def split(self, n, world):
+        """Rows of each of n parts on a GPU (where there are fewer rows than parts: 1); or the parts of n rows each."""
+        return -(-self.c.batch_size // (n * world))
 
     def _watched(self, rows, recomputes):
         changes = {self.checkpoint: recomputes} if self.checkpoint else {}
@@ -126,8 +130,10 @@ class Budget:
         self.gradients = sum(p.nbytes for p in trained)
         self.states, self.stepping = watch_optimizers(self.model)
         self.ema = sum(t.nbytes for t in parameters + buffers) if self.c.ema else 0
-        blocks = [sum(p.numel() for p in part.parameters()) for part in self.model.parts_to_compile()]
-        self.block = 2 * max(*blocks, self.total - sum(blocks))  # what fsdp gathers at once: a block, or all the rest
+        blocks = [list(part.parameters()) for part in self.model.parts_to_compile()]
+        counts = np.array([[sum(p.numel() for p in block if p.requires_grad or every) for every in (True, False)]
+                           for block in blocks])
+        self.gathered = [((self.total, self.trained) - counts.sum(0)).tolist(), counts.max(0).tolist()]  # rest, block
 
     def carry(self, rows, world):
         """The old carry of all rows of a GPU, and the new one but for the part at work, whose activations hold it."""
@@ -137,29 +143,39 @@ class Budget:
         row = 2 * positions * C * (4 if self.dtype == torch.float32 else 2) + 16 * self.config.seq_len + 17
         return row * (2 * -(-self.c.batch_size // world) - rows)
 
-    def memory(self, rows=None, recomputes=None, parallel=None, world=None):
+    def memory(self, rows=None, recomputes=None, parallel=None, world=None, offload=None):
         """Name -> bytes per GPU; what is not given is as asked for. rows: of a part."""
         rows, recomputes = rows or self.rows, self.recomputes if recomputes is None else recomputes
-        parallel, world = parallel or self.parallel, world or self.world
+        world, offload = world or self.world, self.offload if offload is None else offload
         activations, copies, alone = self.line(rows, recomputes)
-        parts = world if parallel == "fsdp" else 1
-        if parts > 1:
-            activations, copies = alone, min(copies, self.block)
-        sizes = {"weights": self.weights / parts, "gradients": self.gradients / parts,
-                 "optimizer states": self.states / parts, "averaged weights (EMA)": self.ema / parts,
-                 "puzzle embeddings": self.table, "carry": self.carry(rows, world), "cast copies of weights": copies,
-                 "activations": activations}
-        more = self.stepping / parts - copies - activations
-        return sizes | {"more in the optimizer's step": max(more, 0)}
+        passing = {"cast copies of weights": copies, "activations": activations}
+        shared = offload or (parallel or self.parallel) == "fsdp" and world > 1
+        held = dict.fromkeys(self.held(1), 0) if offload else self.held(world if shared else 1)
+        if shared:
+            size, ((rest, rest_trained), (block, trained)) = 4 if self.dtype == torch.float32 else 2, self.gathered
+            passing = {"gathered weights": size * (rest + 2 * block), "activations": alone,
+                       "unscattered gradients": size * (rest_trained + trained) + 4 * trained}
+            if self.split(rows, world) > 1:
+                held["gradients"] = 4 * self.trained
+        held[STEPPING] = max(held[STEPPING] - sum(passing.values()), 0)
+        return held | passing | {"puzzle embeddings": self.table, "carry": self.carry(rows, world)}
+
+    def held(self, share):
+        """Name -> bytes of what there is between steps, and more in the optimizer's; a share of it."""
+        sizes = {"weights": self.weights, "gradients": self.gradients, "optimizer states": self.states,
+                 "averaged weights (EMA)": self.ema, STEPPING: self.stepping}
+        return {name: size / share for name, size in sizes.items()}
 
     def line(self, rows, recomputes):
-        """activations, copies, alone of Watched; of fewer rows than asked for, by a straight line from one row."""
+        """activations, copies, alone of Watched; of other rows than asked for, by a straight line from one row."""
         def at(rows):
             seen = self.watched(rows, recomputes)
             return np.array([*seen.worst, seen.alone])
 
-        share = (rows - 1) / max(self.rows - 1, 1) if rows < self.rows else 1
-        return (at(self.rows) if share == 1 else at(1) + share * (at(self.rows) - at(1))).tolist()
+        if rows in (1, self.rows):
+            return at(rows).tolist()
+        most = max(self.rows, 2)
+        return (at(1) + (rows - 1) / (most - 1) * (at(most) - at(1))).tolist()
 
     def mean_steps(self):
         """Of a Huginn: the mean numbers of steps of its core without and with gradient."""
@@ -218,25 +234,35 @@ class Budget:
         """What fits into so many GiB, in words."""
         if self.fits(room):
             return "fits"
-        found = self.fewer_rows(room, self.recomputes) or self.fewer_rows(room, bool(self.checkpoint))
-        return f"does not fit; {found or self.more_gpus(room) or 'nor does one row on 1,024 GPUs with fsdp'}"
+        ways = [self.fewer_rows(room)]
+        if not any(ways):
+            ways = [self.fewer_rows(room, offload=True) if self.world == 1 and not self.offload else "",
+                    self.more_gpus(room)]
+        return "does not fit; " + (",\n    or ".join(filter(None, ways)) or "nor do 1,024 GPUs with fsdp")
 
-    def fewer_rows(self, room, recomputes):
-        """The fewest parts that fit, as flags; "" if none."""
-        flag = f"--{self.checkpoint} " if recomputes and not self.recomputes else ""
-        for parts in range(self.c.grad_accum, self.c.batch_size + 1):
-            rows = self.rows_of(parts, self.world)
-            if self.c.batch_size % parts == 0 and self.fits(room, rows=rows, recomputes=recomputes):
-                return f"{flag}--grad_accum {parts} would, {rows:,} row{'s' * (rows > 1)} at a time"
+    def fewer_rows(self, room, offload=False):
+        """The fewest parts that fit, as flags, layers being recomputed only if that does not do; "" if none."""
+        fewest, most = (max(1, min(parts, self.c.batch_size // self.world)) for parts in (self.c.grad_accum, 2**20))
+        for recomputes in sorted({self.recomputes, bool(self.checkpoint)}):
+            for parts in (n for n in range(fewest, most + 1) if self.c.batch_size % (n * self.world) == 0):
+                rows = self.split(parts, self.world)
+                if self.fits(room, rows=rows, recomputes=recomputes, offload=offload or self.offload):
+                    flag = "--offload " * offload + f"--{self.checkpoint} " * (recomputes and not self.recomputes)
+                    cpu = f", with {sum(self.held(self.world).values()) / GIB:,.0f} GiB of CPU memory" * offload
+                    return f"{flag}--grad_accum {parts} would, {rows:,} row{'s' * (rows > 1)} at a time{cpu}"
         return ""
 
     def more_gpus(self, room):
-        """The fewest GPUs, a power of two, that fit with fsdp and one row at a time, as flags; "" if none."""
-        how = dict(rows=1, recomputes=bool(self.checkpoint), parallel="fsdp")
-        for world in (2**i for i in range(1, 11)):
-            if world >= self.world and self.fits(room, world=world, **how):
-                flag = f" and --{self.checkpoint}" if self.checkpoint else ""
-                return f"fsdp on {world:,} GPUs{flag} would, one row at a time"
+        """The fewest GPUs, a power of two, that fit with fsdp, all rows at once or one at a time, as flags; or ""."""
+        for world in (2**i for i in range(1, 11) if 2**i >= self.world):
+            batch = -(-self.c.batch_size // world) * world
+            for rows in sorted({1, batch // world}):
+                how = dict(rows=rows, recomputes=bool(self.checkpoint), parallel="fsdp", world=world)
+                if self.fits(room, **how):
+                    flags = f" --{self.checkpoint}" * bool(self.checkpoint and not self.recomputes)
+                    flags += f" --batch_size {batch}" * (batch != self.c.batch_size)
+                    return (f"fsdp on {world:,} GPUs with{flags} --grad_accum {batch // world // rows} would, {rows:,} "
+                            f"row{'s' * (rows > 1)} at a time")
         return ""
 
 
@@ -247,44 +273,51 @@ def in_words(seconds):
     for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60), ("s", 1)):
         if seconds >= 2 * size:
             return f"{seconds / size:,.1f} {unit}"
-    return f"{1000 * seconds:,.3g} ms"
+    return f"{1000 * seconds:,.4g} ms"
 
 
-def check_budget(world_size, mfu, parallel):
-    """ValueError, one line, for what cannot be."""
+def check_budget(c, world_size, mfu):
+    """ValueError, one line, for what cannot be, or what training would refuse."""
     if not 1 <= world_size <= 2**20:
         raise ValueError(f"--world_size {world_size}: give the number of GPUs, from 1")
     if not 0 < mfu <= 1:
         raise ValueError(f"--mfu {mfu:g}: give the share of the peak FLOP/s that is reached, above 0 and at most 1")
-    if parallel not in ("none", "ddp", "fsdp"):
-        raise ValueError(f"--parallel {parallel}: choose none, ddp or fsdp")
+    whole = world_size * max(1, min(c.grad_accum, c.batch_size // world_size))
+    if c.batch_size % whole:
+        raise ValueError(f"--batch_size {c.batch_size} on --world_size {world_size}, each in --grad_accum "
+                         f"{c.grad_accum} parts: give a multiple of {whole}")
 
 
-def print_budget(configs, Model, world_size=1, mfu=0.4, parallel="none"):
-    """The tables. parallel: none (with several GPUs, ddp), ddp or fsdp."""
-    check_budget(world_size, mfu, parallel)
-    parallel = "none" if world_size == 1 else "ddp" if parallel == "none" else parallel
-    c, b = configs[0], Budget(configs, Model, world_size, parallel)
-    wide = "puzzle" if b.kind == "hrm" else "row"
-    parts = -(-c.batch_size // (world_size * b.rows))
-    print(f"budget of {c.model} on {c.data}, preset {c.preset} | {world_size:,} x H100, parallel {parallel}, "
-          f"{'float32' if b.dtype == torch.float32 else 'bfloat16 autocast'} | nothing is trained, no data read\n"
+def print_budget(configs, Model, world_size=1, mfu=0.4, parallel="none", offload=False):
+    """The tables. parallel: none (with several GPUs, ddp), ddp or fsdp, which offload implies."""
+    c, alone = configs[0], world_size == 1 and not offload
+    check_budget(c, world_size, mfu)
+    b = Budget(configs, Model, world_size, "none" if alone else "ddp" if parallel == "none" else parallel, offload)
+    wide, parts = "puzzle" if b.kind == "hrm" else "row", b.split(b.rows, world_size)
+    dtype = c.dtype if c.dtype == "float32" else f"{c.dtype.replace('auto', 'bfloat16')} autocast"
+    print(f"budget of {c.model} on {c.data}, preset {c.preset} | {world_size:,} x H100, parallel {b.parallel}"
+          f"{' with --offload' * offload}, {dtype} | nothing is trained, no data read\n"
           f"batch_size {c.batch_size:,}: on each GPU {parts:,} part{'s' * (parts > 1)} of {b.rows:,} {wide}"
           f"{'s' * (b.rows > 1)} of {b.tokens:,} {'cells' if b.kind == 'hrm' else 'tokens'}")
-    print("".join(f"assumed: {line}\n" for line in b.assumed))
+    notes = [f"assumed: {line}" for line in b.assumed] + [ALONE] * (alone and parallel == "fsdp")
+    print("".join(f"{line}\n" for line in notes))
     names = [("in all", b.total)] + [("trained", b.trained)] * (b.trained < b.total) + b.applied()
     names += [("puzzle embeddings beside", b.table // 4)] * bool(b.table)
     print_rows("parameters", ["count"], [(name, f"{count:,}") for name, count in names])
-    sizes = b.memory()
-    sizes = {name: size for name, size in sizes.items() if size} | {"in all, at the worst moment": sum(sizes.values())}
-    print()
-    print_rows("memory per GPU", ["GiB"], [(name, f"{size / GIB:.3f}") for name, size in sizes.items()])
-    print()
+    print_sizes("memory per GPU", b.memory())
+    if offload:
+        print_sizes("CPU memory per process", b.held(world_size))
     print_compute(c, b, mfu)
     print()
     for name, size in CARDS.items():
         room = 0.95 * size - 1
         print(f"  {name} ({room:.1f} GiB usable): {b.advice(room)}")
+
+
+def print_sizes(title, sizes):
+    sizes = {name: size for name, size in sizes.items() if size} | {"in all, at the worst moment": sum(sizes.values())}
+    print()
+    print_rows(title, ["GiB"], [(name, f"{size / GIB:.3f}") for name, size in sizes.items()])
 
 
 def print_compute(c, b, mfu):
@@ -298,6 +331,7 @@ def print_compute(c, b, mfu):
     works += [("recomputing, beside", again * c.batch_size)] * bool(again)
     rows = [(name, f"{work:.3g} FLOPs") for name, work in works] + [("time of a step", in_words(seconds))]
     rows += [(f"max_steps {c.max_steps:,}", in_words(seconds * c.max_steps))] * (c.max_steps > 0)
+    print()
     print_rows(f"work, and time at MFU {mfu:g}", ["forward and backward"], rows)
     if b.config.n_embd < SLOW:
         print(f"  a model of width {b.config.n_embd} will not reach that MFU: its kernels are too small for an H100")

@@ -190,6 +190,9 @@ def watch_fake(Model, config, rows, tokens, dtype):
     with FakeTensorMode(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model, batch = build(Model, config), batch_of(config, rows, tokens)
+        for parameter in model.parameters():  # of a frozen base, which is not cast where it is in the dtype already
+            if parameter.dtype == torch.bfloat16 and dtype == torch.float16:
+                parameter.data = parameter.data.half()
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
             carry = model.initial_carry(batch) if hasattr(model, "initial_carry") else None
         return watch(model, batch, dtype, carry)

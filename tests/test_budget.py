@@ -14,7 +14,7 @@ import hrm
 import huginn
 import modr
 import train
-from data.budget import Budget
+from data.budget import Budget, print_budget
 from data.ledger import Ledger, batch_of, build, watch, watch_fake, watch_some
 
 SIZES = dict(vocab_size=1000, block_size=160)
@@ -208,13 +208,56 @@ def test_counted_flops_are_near_the_formulas():
 
 
 def test_gpus_share_what_they_can():
-    one = budget_of("--model huginn --preset small --data text").memory()
-    ddp, fsdp = (budget_of("--model huginn --preset small --data text", world_size=8, parallel=parallel).memory()
-                 for parallel in ("ddp", "fsdp"))
+    words = "--model huginn --preset small --data text --batch_size 8 --grad_accum 1"
+    one = budget_of(words).memory()
+    ddp, fsdp = (budget_of(words, world_size=8, parallel=parallel).memory() for parallel in ("ddp", "fsdp"))
     for name in ("weights", "gradients", "optimizer states"):
         assert ddp[name] == one[name] and fsdp[name] == pytest.approx(one[name] / 8)
     assert ddp["activations"] == pytest.approx(one["activations"] / 8, rel=0.02)
-    assert 0 < fsdp["cast copies of weights"] < ddp["cast copies of weights"]
+    config = huginn.PRESETS["small"]
+    C, block = config.n_embd, 4 * config.n_embd**2 + 3 * config.n_embd * config.intermediate_size
+    rest = config.vocab_size * C + 2 * C**2
+    assert fsdp["gathered weights"] == pytest.approx(2 * (rest + 2 * block), rel=0.01)
+    assert fsdp["unscattered gradients"] == pytest.approx(2 * (rest + block) + 4 * block, rel=0.01)
+    assert "cast copies of weights" not in fsdp and fsdp["averaged weights (EMA)"] == 0
+    true = budget_of(words + " --dtype float32", world_size=8, parallel="fsdp").memory()
+    assert true["gathered weights"] == 2 * fsdp["gathered weights"]
+    parts = budget_of(words.replace("_accum 1", "_accum 8"), world_size=2, parallel="fsdp").memory()  # 4 on each
+    assert parts["gradients"] == one["gradients"] and parts["weights"] == one["weights"] / 2
+
+
+def test_gathered_weights_are_not_cast_once_more():
+    """As they come in the dtype of the forward pass, the experts' too, which are cast in each pass if they do not."""
+    config = dnd.PRESETS["nano-moe"]
+    with FakeTensorMode():
+        model = build(dnd.DND, config)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.half()
+        gathered = watch(model, batch_of(config, 4, 64), torch.float16)
+    assert gathered.copies < 1e5  # of the norms, which compute in float32
+    budget = budget_of("--model dnd --preset nano-moe --batch_size 32", world_size=8, parallel="fsdp")
+    budget.tokens = 64
+    cast = budget.memory(parallel="ddp")
+    assert cast["cast copies of weights"] > 2 * budget.total  # bytes; each nested pass of a layer has copies of its own
+    assert budget.memory()["activations"] == pytest.approx(gathered.activations, rel=0.05)
+
+
+@pytest.mark.parametrize("words", ("--model modr --preset paper --data math",
+                                   "--model dnd --preset qwen3-1.7b --data chat --dry_run --ema 0.9"))
+def test_offloaded_is_on_the_cpu(words, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    budget = budget_of(words)
+    one, off = budget.memory(), budget.memory(offload=True)
+    held = ("weights", "gradients", "optimizer states", "averaged weights (EMA)")
+    assert not any(off[name] for name in held if name != "gradients") and off["gathered weights"] > 0
+    assert off["gradients"] == one["gradients"]  # several parts, which add up on the GPU
+    assert budget.memory(offload=True, rows=budget.c.batch_size)["gradients"] == 0
+    assert sum(budget.held(1).values()) - budget.stepping == pytest.approx(sum(one[name] for name in held))
+    two = budget_of(words, world_size=2, offload=True)
+    assert two.parallel == "fsdp" and two.memory()["gathered weights"] == off["gathered weights"]
+    assert sum(off.values()) < sum(one.values())
+    if "modr" in words:
+        assert off["unscattered gradients"] < 1e8  # of the branches alone
 
 
 def test_advice_fits():
@@ -227,8 +270,36 @@ def test_advice_fits():
         flags = said.split("does not fit; ")[1].split(" would")[0]
         assert ("--checkpoint_core" in flags) == with_flag and "--grad_accum" in flags
         assert budget_of(f"{words} {flags}").fits(room), said
-    assert "fsdp on" in budget.advice(1.3)
-    assert "nor does" in budget.advice(0.01)
+    flags = budget.advice(1.3).split("fsdp on 64 GPUs with ")[1].split(" would")[0]
+    assert budget_of(f"{words} {flags}", world_size=64, parallel="fsdp").fits(1.3)
+    assert "nor do" in budget.advice(0.01)
+
+
+@pytest.mark.parametrize("words, room", (("--model dnd --preset qwen3-1.7b --data chat --dry_run", 21.8),
+                                         ("--model huginn --preset small --data text", 1.8)))
+def test_advice_to_offload_fits(words, room, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    budget = budget_of(words)
+    said = budget.advice(room)
+    assert "--offload" in said and "GiB of CPU memory" in said
+    flags = said.split("does not fit; ")[1].split(" would")[0]
+    asked = budget_of(f"{words} {flags.replace('--offload', '')}", offload=True)
+    assert asked.fits(room), said
+    assert "--offload" not in asked.advice(room / 4)
+
+
+def test_what_is_said_of_the_way(capsys, monkeypatch, tmp_path):
+    """Of dtype, one GPU and --offload, which is a flag of train.py's."""
+    monkeypatch.chdir(tmp_path)
+    for flags, said in ((" --dtype float16", "none, float16 autocast |"), ("", "none, bfloat16 autocast |"),
+                        (" --dtype float32 --parallel fsdp", "none, float32 |")):
+        assert train.main(f"--model huginn --dry_run{flags}".split()) == 0
+        out = capsys.readouterr().out
+        assert said in out and ("nothing to share" in out) == ("fsdp" in flags)
+    *configs, _ = train.parse("--model huginn --dry_run".split())
+    print_budget(configs, huginn.Huginn, offload=True)
+    out = capsys.readouterr().out
+    assert "1 x H100, parallel fsdp with --offload, bfloat16" in out and "CPU memory per process" in out
 
 
 @pytest.mark.parametrize("words", ("--model hrm", "--model hrm --data maze --preset paper", "--model hrm --data arc",
@@ -248,11 +319,13 @@ def test_the_largest_takes_seconds(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert train.main("--model dnd --preset qwen3-30b-a3b --data text --block_size 4096 --dry_run".split()) == 0
     out = capsys.readouterr().out
-    assert "30,532,204,584" in out and "fsdp on 8 GPUs" in out and "max_steps 1,000" in out
+    assert "30,532,204,584" in out and "fsdp on 16 GPUs" in out and "max_steps 1,000" in out
 
 
 @pytest.mark.parametrize("words, message", (
     ("--world_size 0", "--world_size 0: give"), ("--mfu 2", "--mfu 2: give"), ("--mfu nan", "--mfu nan: give"),
+    ("--batch_size 9 --world_size 2", "--batch_size 9 on --world_size 2, each in --grad_accum 1 parts: give a"),
+    ("--batch_size 60 --grad_accum 15 --world_size 8", "multiple of 56"), ("--world_size 128", "multiple of 128"),
     ("--box 99", "box '99' is not"), ("--data maze --size 3", "size 3: give"),
     ("--model huginn --eval_only", "more than one of")))
 def test_mistakes_are_told_in_one_line(words, message, capsys, monkeypatch, tmp_path):

@@ -548,12 +548,18 @@ def test_the_commands_of_the_readme_are_understood(monkeypatch):
     """Every flag and value; the files and runs that they name need not be here."""
     with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as file:
         commands = re.findall(r"^(?:\s+\$? *|.*`)python train\.py +([^`\n]*)", file.read(), flags=re.MULTILINE)
-    assert len(commands) >= 2
+        file.seek(0)
+        launches = re.findall(r"^ +torchrun +(.*?) train\.py +(.*)$", file.read(), flags=re.MULTILINE)
+    assert len(commands) >= 2 and len(launches) >= 2
     monkeypatch.setattr(train, "checkpoint_path", lambda known: None)
     for command in commands:
         words = shlex.split(command, comments=True)
         if "--help" not in words:
             train.parse(words)
+    for launcher, command in launches:
+        counts = dict(re.findall(r"--(nnodes|nproc_per_node) (\d+)", launcher))
+        c, *_ = train.parse(shlex.split(command, comments=True))
+        train.budget.check_budget(c, int(counts.get("nnodes", 1)) * int(counts["nproc_per_node"]), c.mfu)
 
 
 def test_the_commands_of_the_usage_are_understood(monkeypatch):
