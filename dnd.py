@@ -708,6 +708,10 @@ class DND(nn.Module):
         """The layers."""
         return list(self.layers)
 
+    def looped_parts(self):
+        """Those of them that FSDP is to keep gathered between uses: none, the nested layers are most of the model."""
+        return []
+
     # ---- inference
 
     def new_cache(self, batch_size, length, device=None):

@@ -536,6 +536,10 @@ class HRM(nn.Module):
         """The modules that do all the work; their shapes do not change in training."""
         return [self.H_level] + [self.L_level] * (self.config.L_layers > 0)
 
+    def looped_parts(self):
+        """Those of them that a segment goes through many times: FSDP need not gather them each time."""
+        return self.parts_to_compile()
+
     # ---- inference
 
     @torch.no_grad()

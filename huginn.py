@@ -499,6 +499,10 @@ class Huginn(nn.Module):
         """The blocks: their code is shared by all steps, so the number of steps does not matter to the compiler."""
         return [*self.prelude, *self.core_block, *self.coda]
 
+    def looped_parts(self):
+        """Those of them that a forward pass goes through many times: FSDP need not gather them each time."""
+        return list(self.core_block)
+
     # ---- inference
 
     def advance(self, tokens, positions, s, cache, num_steps, is_token, exit=None, min_steps=1):

@@ -18,10 +18,10 @@ No data are read, and no memory is taken: steps are watched on fake tensors, see
 
     ddp      everything is held by each of W GPUs (the gradients in its buckets, once), the batch is split
     fsdp     (weights + gradients + states + EMA) / W, and instead of the copies, in the dtype of the forward pass
-               gathered weights    what is in no block, for the whole step, and two blocks, the largest: while one
-                                   computes, the next is gathered, in the backward pass as well
-               unscattered         gradients of both, and those of a block once more in float32, as they are summed
-             with several parts on a GPU, gradients are kept whole and in float32 until the last one scatters them
+               gathered weights    what is in no block, or in one that is looped, for the whole step, and two others,
+                                   the largest: while one computes, the next is gathered, in the backward pass as well
+               unscattered         gradients of what is in no block and of one that is, those of a block once more in
+                                   float32, as they are summed
     offload  of fsdp, on one GPU too: what is divided by W is in CPU memory, and so is what the optimizer's step takes.
              A single GPU fetches no block ahead, but has float32 weights while it casts them: about as much
 
@@ -130,10 +130,12 @@ class Budget:
         self.gradients = sum(p.nbytes for p in trained)
         self.states, self.stepping = watch_optimizers(self.model)
         self.ema = sum(t.nbytes for t in parameters + buffers) if self.c.ema else 0
-        blocks = [list(part.parameters()) for part in self.model.parts_to_compile()]
-        counts = np.array([[sum(p.numel() for p in block if p.requires_grad or every) for every in (True, False)]
-                           for block in blocks])
-        self.gathered = [((self.total, self.trained) - counts.sum(0)).tolist(), counts.max(0).tolist()]  # rest, block
+        looped, blocks = self.model.looped_parts(), self.model.parts_to_compile()
+        sizes = np.array([sum(p.numel() for p in block.parameters()) for block in blocks])
+        trained = np.array([sum(p.numel() for p in block.parameters() if p.requires_grad) for block in blocks])
+        once = np.array([block not in looped for block in blocks])
+        self.gathered = int(self.total - sizes[once].sum() + 2 * max(sizes[once], default=0))
+        self.unscattered = int(self.trained - trained.sum()), int(trained.max())
 
     def carry(self, rows, world):
         """The old carry of all rows of a GPU, and the new one but for the part at work, whose activations hold it."""
@@ -152,11 +154,9 @@ class Budget:
         shared = offload or (parallel or self.parallel) == "fsdp" and world > 1
         held = dict.fromkeys(self.held(1), 0) if offload else self.held(world if shared else 1)
         if shared:
-            size, ((rest, rest_trained), (block, trained)) = 4 if self.dtype == torch.float32 else 2, self.gathered
-            passing = {"gathered weights": size * (rest + 2 * block), "activations": alone,
-                       "unscattered gradients": size * (rest_trained + trained) + 4 * trained}
-            if self.split(rows, world) > 1:
-                held["gradients"] = 4 * self.trained
+            size, (rest, block) = 4 if self.dtype == torch.float32 else 2, self.unscattered
+            passing = {"gathered weights": size * self.gathered, "activations": alone,
+                       "unscattered gradients": size * (rest + block) + 4 * block}
         held[STEPPING] = max(held[STEPPING] - sum(passing.values()), 0)
         return held | passing | {"puzzle embeddings": self.table, "carry": self.carry(rows, world)}
 

@@ -124,8 +124,13 @@ class Ranks:
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         on_cuda = self.device.type == "cuda"
         offload = CPUOffloadPolicy(pin_memory=on_cuda) if self.offload else OffloadPolicy()
-        for part in [*model.parts_to_compile(), model]:
-            fully_shard(part, mesh=self.mesh, mp_policy=policy, offload_policy=offload)
+        how = dict(mesh=self.mesh, mp_policy=policy, offload_policy=offload)
+        looped = model.looped_parts()  # stay gathered until the backward pass is over
+        for part in model.parts_to_compile():
+            fully_shard(part, reshard_after_forward=part not in looped, **how)
+        for part in looped:
+            part.set_reshard_after_backward(False)
+        fully_shard(model, **how)
         for method in ("step", "evaluate", "stream", "solve"):
             if hasattr(model, method):
                 register_fsdp_forward_method(model, method)
@@ -193,12 +198,16 @@ class Ranks:
 
     @contextlib.contextmanager
     def syncs(self, step, now):
-        """In its body, backward passes exchange gradients with other ranks only if `now`. step: what wrap returned."""
+        """In its body, a forward and backward pass; DDP exchanges gradients only if `now`. step: what wrap returned.
+
+        FSDP always does, or each rank would hold whole gradients.
+        """
         model = getattr(step, "__self__", None)  # of a bound method
-        if isinstance(model, FSDPModule):
-            model.set_requires_gradient_sync(now)
         with contextlib.nullcontext() if model is not None or now else step.no_sync():
             yield
+        if isinstance(model, FSDPModule):
+            for part in model.looped_parts():
+                part.reshard()
 
     def scale_gradients(self, parameters, factor):
         """From what backward passes left to the sum over all ranks, times `factor`.
