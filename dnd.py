@@ -734,7 +734,8 @@ class DND(nn.Module):
         stop = torch.tensor(list(stop), dtype=torch.long, device=device)
         for _ in range(o.max_new_tokens):
             trace = []
-            hidden = self.hidden_states(tokens, o.depth, cache, positions, is_token, trace)
+            with torch.compiler.set_stance("force_eager"):  # or each layer's part of the cache would be compiled anew
+                hidden = self.hidden_states(tokens, o.depth, cache, positions, is_token, trace)
             ids = sample(self.head(hidden[rows, last]), o.temperature, o.top_k, o.top_p, generator)
             passed = len(self.layers) + sum((selected[rows, last] for selected, _ in trace), torch.zeros_like(last))
             yield ids.where(~ended, -1).cpu(), passed.cpu()

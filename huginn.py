@@ -569,7 +569,8 @@ class Huginn(nn.Module):
             # the prompt is read with all steps: that its last prediction has settled says little of what later tokens
             # will look up in it
             exit = Exit(o.exit, o.exit_threshold) if i and o.exit != "none" else None
-            logits, last_s, used = self.advance(tokens, positions, s, cache, num_steps, is_token, exit, o.min_steps)
+            with torch.compiler.set_stance("force_eager"):  # or each slot and length of the cache would be compiled anew
+                logits, last_s, used = self.advance(tokens, positions, s, cache, num_steps, is_token, exit, o.min_steps)
             ids = sample(logits, o.temperature, o.top_k, o.top_p, generator)
             yield ids.where(~ended, -1).cpu(), used.cpu()
             ended |= torch.isin(ids, stop) | (lengths >= most)
