@@ -670,6 +670,8 @@ class Trainer:
         self.compiled = self.unproven = c.compile  # unproven: compiled, but no step has worked yet
         if c.compile:
             try:
+                # the blocks share their code, compiled for each kind of block, of gradient and of shape: up to 14 times
+                torch._dynamo.config.recompile_limit = 32
                 for part in model.parts_to_compile():
                     part.compile()
             except Exception as error:
