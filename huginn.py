@@ -206,7 +206,10 @@ def keeps(context, op, *args, **kwargs):
 
 
 def recomputed(part, *inputs, selective=False):
-    """part(*inputs), computed again in the backward pass; selective: but for products of matrices and attention."""
+    """part(*inputs), computed again in the backward pass; selective: but for products of matrices and attention.
+
+    Compiled code must not be selective: it writes over what would be kept.
+    """
     if not selective:
         return checkpoint(part, *inputs, use_reentrant=False)
     torch.clear_autocast_cache()  # weights are cast here as they will be then: operations are told by their order

@@ -23,7 +23,7 @@ NEST = dict(**SIZES, n_layer=4, n_kv_head=2, head_dim=8, nested_first=1, nested_
 MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
 MODELS = {  # name -> (model, what is compiled in all, at most)
     "huginn": (lambda: Huginn(HuginnConfig(**LOOP)), 5),
-    "huginn, selective": (lambda: Huginn(HuginnConfig(**LOOP, checkpoint_core=True, selective_checkpoint=True)), 5),
+    "huginn, recomputed": (lambda: Huginn(HuginnConfig(**LOOP, checkpoint_core=True)), 5),
     "modr": (lambda: MoDr(MoDrConfig(**LOOP)), 12),
     "dnd": (lambda: DND(DNDConfig(**NEST)), 9),
     "dnd, packed": (lambda: DND(DNDConfig(**NEST, checkpoint_layers=True)), 10),

@@ -704,6 +704,8 @@ def test_a_prompt_is_continued_by_the_newest_run(lm, run):
 def test_mistakes_are_told_before_the_work(lm, run, cache):
     fails(lm("--grad_accum", 3, "--max_steps", 1), "--grad_accum 3", "--batch_size 8")
     fails(lm("--stop", "<|end|>", "--max_steps", 1), "--stop <|end|>")
+    fails(lm("--selective_checkpoint"), "selective_checkpoint", "give checkpoint_core")
+    fails(lm("--checkpoint_core", "--selective_checkpoint", "--compile"), "--compile; leave one")
     fails(lm("--depths", "1,99999999", "--max_steps", 1), "1,99999999", "10000")
     assert not os.path.exists("out"), "and leave nothing behind"
     others = set(cache.glob("arith-*.npz"))
