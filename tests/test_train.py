@@ -51,7 +51,7 @@ def run(tmp_path, cache, monkeypatch, capsys):
     def call(*flags, tiny=True):
         code = train.main([*(TINY if tiny else []), "--data_dir", str(cache), *map(str, flags)])
         out, err = capsys.readouterr()
-        lines = [line.strip() for line in re.split(r"[\r\n]+", err)]  # the progress bar's are left out
+        lines = [line.strip() for line in re.split(r"(?:[\r\n]|\x1b\[A)+", err)]  # the progress bar's are left out
         return code, out, "\n".join(line for line in lines if line.startswith(("train.py", "warning", "Trace")))
 
     yield call
