@@ -68,7 +68,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from kernels import pack, unpack_fuse
 
@@ -104,6 +104,7 @@ class Qwen3Config:
     mlp_only_layers: str = ""  # layers that have an MLP all the same, as "0,3"
     # memory
     checkpoint_layers: bool = False  # recompute every layer in the backward pass: less memory, more time
+    selective_checkpoint: bool = False  # with it, keep products of matrices and attention: cheaper, saves less
 
     nested = range(0)  # the layers that have a nested pass
     limits = dict(rope_base=(1, 1e12), rms_norm_eps=(0, 1), num_experts=(0, 2**16))
@@ -114,6 +115,8 @@ class Qwen3Config:
             if field.type in (int, float) and not (isinstance(value, (int, field.type)) and least <= value <= most):
                 kind = "whole number" if field.type is int else "number"
                 raise ValueError(f"{name} {value!r}: give a {kind} from {least:,} to {most:,}")
+        if self.selective_checkpoint and not self.checkpoint_layers:
+            raise ValueError("selective_checkpoint says what checkpoint_layers recomputes; give checkpoint_layers too")
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim}: rotary turns pairs of features; give an even number")
         if self.n_head % self.n_kv_head:
@@ -326,6 +329,23 @@ class Layer(nn.Module):
         """x (..., C), rotary (..., 2, hd/2) -> (..., C): texts (B, T, C), or packed rows (k, C) with their `attend`."""
         x = x + self.self_attn(self.input_layernorm(x), rotary, attend)
         return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def keeps(context, op, *args, **kwargs):
+    """Selective checkpointing: whether to keep what op returns, a product of matrices or attention, of any backend."""
+    return any(name in str(op) for name in ("mm", "attention", "attn", "lora_linear"))
+
+
+def recomputed(part, *inputs, selective=False):
+    """part(*inputs), computed again in the backward pass; selective: but for products of matrices and attention.
+
+    Compiled code must not be selective: it writes over what would be kept.
+    """
+    if not selective:
+        return checkpoint(part, *inputs, use_reentrant=False)
+    torch.clear_autocast_cache()  # weights are cast here as they will be then: operations are told by their order
+    contexts = partial(create_selective_checkpoint_contexts, keeps)
+    return checkpoint(part, *inputs, use_reentrant=False, context_fn=contexts)
 
 
 # ---- the nested pass: what DND adds
@@ -626,7 +646,7 @@ class DND(nn.Module):
     def run(self, part, *inputs):
         """part(*inputs), which the backward pass computes again if config.checkpoint_layers."""
         if self.config.checkpoint_layers and torch.is_grad_enabled():
-            return checkpoint(part, *inputs, use_reentrant=False)
+            return recomputed(part, *inputs, selective=self.config.selective_checkpoint)
         return part(*inputs)
 
     def nested_pass(self, layer, j, x_v, p, selected, positions, cache=None, texts=None):
@@ -749,7 +769,8 @@ class DND(nn.Module):
         stop = torch.tensor(list(stop), dtype=torch.long, device=device)
         for _ in range(o.max_new_tokens):
             trace = []
-            hidden = self.hidden_states(tokens, o.depth, cache, positions, is_token, trace)
+            with torch.compiler.set_stance("force_eager"):  # or each part of the cache would be compiled anew
+                hidden = self.hidden_states(tokens, o.depth, cache, positions, is_token, trace)
             ids = sample(self.head(hidden[rows, last]), o.temperature, o.top_k, o.top_p, generator)
             passed = len(self.layers) + sum((selected[rows, last] for selected, _ in trace), torch.zeros_like(last))
             yield ids.where(~ended, -1).cpu(), passed.cpu()
@@ -879,17 +900,23 @@ KINDS = dict(dnd=DNDConfig, qwen3=Qwen3Config)
 
 
 def read_run(path, **kinds):
-    """A checkpoint of train.py's -> its dict. kinds: a model's name and config class, as dnd=DNDConfig."""
+    """A checkpoint of train.py's -> its dict. kinds: a model's name and config class, as dnd=DNDConfig.
+
+    A field of the config that came later than the file takes its default.
+    """
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # foreign bytes break the reader in any way: KeyError, IndexError, struct.error
         raise ValueError(f"{path}: not a readable checkpoint ({type(error).__name__}); give one that train.py saved, "
                          "or a folder with config.json and .safetensors files") from None
     fields = saved.get("model_config") if isinstance(saved, dict) else None
-    if not isinstance(fields, dict) or all(set(fields) != set(c.__dataclass_fields__) for c in kinds.values()):
-        raise ValueError(f"{path}: is no checkpoint of a {' or '.join(kinds)}; give one that train.py saved with "
-                         f"--model {'|'.join(kinds)}")
-    return saved
+    for name, kind in kinds.items() if isinstance(fields, dict) else ():
+        defaults, model = vars(kind()), saved.get("config", {}).get("model")
+        # without the model's name a file must have all fields, which then tell its kind
+        if fields.keys() == defaults.keys() and model is None or fields.keys() <= defaults.keys() and model == name:
+            return saved | {"model_config": defaults | fields}
+    raise ValueError(f"{path}: is no checkpoint of a {' or '.join(kinds)}; give one that train.py saved with "
+                     f"--model {'|'.join(kinds)}")
 
 
 def check_shapes(path, found, expected):

@@ -39,13 +39,14 @@ import math
 import os
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 IGNORE = -100  # the target of a token that is not scored
 
@@ -69,6 +70,7 @@ class HuginnConfig:
     mean_backprop_depth: int = 8  # last steps that carry gradient, at most (paper k)
     random_recurrence: bool = True  # draw the steps of each micro-batch; false = always mean_recurrence
     checkpoint_core: bool = False  # recompute every step of the core in the backward pass: less memory, more time
+    selective_checkpoint: bool = False  # with it, keep products of matrices and attention: cheaper, saves less
 
     def __post_init__(self):
         for name in HuginnConfig.__dataclass_fields__:
@@ -78,6 +80,8 @@ class HuginnConfig:
             least = 0 if name in ("n_layers_in_prelude", "n_layers_in_coda") else 1
             if not isinstance(value, int if name != "rope_base" else (int, float)) or not least <= value <= 2**40:
                 raise ValueError(f"{name} {value!r}: give a number from {least} up")
+        if self.selective_checkpoint and not self.checkpoint_core:
+            raise ValueError("selective_checkpoint says what checkpoint_core recomputes; give checkpoint_core too")
         if self.n_embd % (2 * self.n_head):
             raise ValueError(f"n_embd {self.n_embd} with n_head {self.n_head}: heads must have a whole, even size; "
                              f"make n_embd a multiple of {2 * self.n_head}")
@@ -195,6 +199,23 @@ class SandwichBlock(nn.Module):
         """x (B, T, C) -> (B, T, C)"""
         x = self.norm_2(x + self.attn(self.norm_1(x), rotary, cache, slot))
         return self.norm_4(x + self.mlp(self.norm_3(x)))
+
+
+def keeps(context, op, *args, **kwargs):
+    """Selective checkpointing: whether to keep what op returns, a product of matrices or attention, of any backend."""
+    return any(name in str(op) for name in ("mm", "attention", "attn", "lora_linear"))
+
+
+def recomputed(part, *inputs, selective=False):
+    """part(*inputs), computed again in the backward pass; selective: but for products of matrices and attention.
+
+    Compiled code must not be selective: it writes over what would be kept.
+    """
+    if not selective:
+        return checkpoint(part, *inputs, use_reentrant=False)
+    torch.clear_autocast_cache()  # weights are cast here as they will be then: operations are told by their order
+    contexts = partial(create_selective_checkpoint_contexts, keeps)
+    return checkpoint(part, *inputs, use_reentrant=False, context_fn=contexts)
 
 
 # ---- what is kept between tokens
@@ -432,7 +453,8 @@ class Huginn(nn.Module):
                 s = self.think(s, e, rotary, cache, step, route)
         for step in range(without, without + with_grad):
             if self.config.checkpoint_core and torch.is_grad_enabled():
-                s = checkpoint(self.think, s, e, rotary, cache, step, route, use_reentrant=False)
+                inputs = (s, e, rotary, cache, step, route)
+                s = recomputed(self.think, *inputs, selective=self.config.selective_checkpoint)
             else:
                 s = self.think(s, e, rotary, cache, step, route)
         return self.speak(s, rotary, cache)
@@ -574,7 +596,8 @@ class Huginn(nn.Module):
             # the prompt is read with all steps: that its last prediction has settled says little of what later tokens
             # will look up in it
             exit = Exit(o.exit, o.exit_threshold) if i and o.exit != "none" else None
-            logits, last_s, used = self.advance(tokens, positions, s, cache, num_steps, is_token, exit, o.min_steps)
+            with torch.compiler.set_stance("force_eager"):  # or each slot of the cache would be compiled anew
+                logits, last_s, used = self.advance(tokens, positions, s, cache, num_steps, is_token, exit, o.min_steps)
             ids = sample(logits, o.temperature, o.top_k, o.top_p, generator)
             yield ids.where(~ended, -1).cpu(), used.cpu()
             ended |= torch.isin(ids, stop) | (lengths >= most)
@@ -722,17 +745,23 @@ UNTIED = ("{}: lm_head.weight differs from wte.weight, but this model ties them;
 
 
 def read_run(path, **kinds):
-    """A checkpoint of train.py's -> its dict. kinds: a model's name and config class, as huginn=HuginnConfig."""
+    """A checkpoint of train.py's -> its dict. kinds: a model's name and config class, as huginn=HuginnConfig.
+
+    A field of the config that came later than the file takes its default.
+    """
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # foreign bytes break the reader in any way: KeyError, IndexError, struct.error
         raise ValueError(f"{path}: not a readable checkpoint ({type(error).__name__}); give one that train.py saved, "
                          "or a folder with config.json and .safetensors files") from None
     fields = saved.get("model_config") if isinstance(saved, dict) else None
-    if not isinstance(fields, dict) or all(set(fields) != set(c.__dataclass_fields__) for c in kinds.values()):
-        raise ValueError(f"{path}: is no checkpoint of a {' or '.join(kinds)}; give one that train.py saved with "
-                         f"--model {'|'.join(kinds)}")
-    return saved
+    for name, kind in kinds.items() if isinstance(fields, dict) else ():
+        defaults, model = vars(kind()), saved.get("config", {}).get("model")
+        # without the model's name a file must have all fields, which then tell its kind
+        if fields.keys() == defaults.keys() and model is None or fields.keys() <= defaults.keys() and model == name:
+            return saved | {"model_config": defaults | fields}
+    raise ValueError(f"{path}: is no checkpoint of a {' or '.join(kinds)}; give one that train.py saved with "
+                     f"--model {'|'.join(kinds)}")
 
 
 def _weights(path):

@@ -524,6 +524,8 @@ class Trainer:
         self.compiled = self.unproven = c.compile  # unproven: compiled, but no step has worked yet
         if c.compile:
             try:
+                # the blocks share their code, compiled for each kind of block, of gradient and of shape: 5 to 12 times
+                torch._dynamo.config.recompile_limit = 32
                 for part in model.parts_to_compile():
                     part.compile()
             except Exception as error:
@@ -833,6 +835,8 @@ def run(argv):
     """Do what the flags say. Returns the name of the signal that stopped a training, or None."""
     c, model_config, use, data_config, path = parse(argv)
     check_uses(c, argv)
+    if c.compile and getattr(model_config, "selective_checkpoint", False):  # compiled code reuses what would be kept
+        raise UserError("--selective_checkpoint does not work with --compile; leave one of them out")
     if only_uses(c) and os.environ.get("RANK", "0") != "0":  # of several processes, one is enough
         return None
     if c.dry_run:

@@ -195,7 +195,7 @@ class Budget:
             return self.watched(self.rows, False).flops / self.rows, 0
         steps = self.mean_steps() if hasattr(c, "mean_recurrence") else ()
         total = self.model.flops(shape, *steps)
-        if not self.recomputes:
+        if not self.recomputes or c.selective_checkpoint:  # which keeps the products of matrices
             return total, 0
         if steps:  # what a step without gradient costs, for each with it
             return total, steps[1] * (self.model.flops(shape, 1, 0) - self.model.flops(shape, 0, 0))

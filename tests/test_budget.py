@@ -107,13 +107,14 @@ def test_float16_stands_in_for_a_gpu(name):
 @pytest.mark.parametrize("model, config", (
     ("huginn", dataclasses.replace(MODELS["huginn-256"][1], checkpoint_core=True)),
     ("dnd", dataclasses.replace(MODELS["dnd-256"][1], checkpoint_layers=True))))
-def test_recomputed_steps_are_watched(model, config):
-    Model = train.MODELS[model][0]
+@pytest.mark.parametrize("selective", (False, True))
+def test_recomputed_steps_are_watched(model, config, selective):
+    Model, config = train.MODELS[model][0], dataclasses.replace(config, selective_checkpoint=selective)
     true = watch(true_model(Model, config), batch_of(config, 3, 160), torch.bfloat16)
     fake = watch_fake(Model, config, 3, 160, torch.bfloat16)
     assert fake.activations + fake.copies == pytest.approx(true.activations + true.copies, rel=0.1)
-    kept = watch_fake(Model, dataclasses.replace(config, checkpoint_core=False) if model == "huginn" else
-                      dataclasses.replace(config, checkpoint_layers=False), 3, 160, torch.bfloat16)
+    off = {"checkpoint_core" if model == "huginn" else "checkpoint_layers": False, "selective_checkpoint": False}
+    kept = watch_fake(Model, dataclasses.replace(config, **off), 3, 160, torch.bfloat16)
     assert fake.activations < 0.8 * kept.activations
 
 

@@ -19,7 +19,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import dnd
-from dnd import DND, IGNORE, PRESETS, DNDConfig, NestedGenerateConfig, Packed, causal_attention
+from data.ledger import watch
+from dnd import DND, IGNORE, PRESETS, DNDConfig, NestedGenerateConfig, Packed, Qwen3Config, causal_attention
 
 TINY = DNDConfig(vocab_size=50, block_size=64, n_embd=32, n_layer=4, n_head=4, n_kv_head=2, head_dim=6,
                  intermediate_size=40, nested_first=1, nested_last=2)
@@ -495,12 +496,17 @@ def test_thresholds_move_once_per_optimizer_step_and_never_elsewhere(checkpoint_
 
 
 def test_checkpointed_layers_give_the_same_gradients():
-    grads = []
-    for checkpoint_layers in (False, True):
-        model = tiny(checkpoint_layers=checkpoint_layers, **MOE).train()
-        model.step(batch_like(2, 8))[0].backward()
+    grads, watched = [], []
+    for fields in ({}, dict(checkpoint_layers=True, selective_checkpoint=True), dict(checkpoint_layers=True)):
+        model = tiny(**fields, **MOE).train()
+        model.nesting.router.data.normal_(generator=torch.Generator().manual_seed(2))  # some are selected
+        watched.append(watch(model, batch_like(2, 8), torch.float32))
         grads.append([p.grad for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*grads))
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*grads))
+    none, selective, full = watched
+    assert full.held < selective.held < 0.8 * none.held and none.flops == selective.flops < full.flops
+    with pytest.raises(ValueError, match="give checkpoint_layers too"):
+        tiny(selective_checkpoint=True)
 
 
 def test_thresholds_stay_float32_in_a_bfloat16_model_and_are_saved():
@@ -945,6 +951,17 @@ def test_checkpoints_of_a_run_are_read(tmp_path):
     fails(tmp_path / "x.pt", "not a readable checkpoint")
     torch.save({"model_config": {"a": 1}}, tmp_path / "y.pt")
     fails(tmp_path / "y.pt", "no checkpoint of a dnd")
+
+
+@pytest.mark.parametrize("kind, name", [(DNDConfig, "dnd"), (Qwen3Config, "qwen3")])
+def test_a_checkpoint_of_before_a_field_is_read_by_its_models_name(tmp_path, kind, name):
+    config = kind(**{field: getattr(TINY, field) for field in kind.__dataclass_fields__})
+    model, fields, path = DND(config), vars(config).copy(), tmp_path / "old.pt"
+    del fields["selective_checkpoint"]
+    torch.save({"config": {"model": name}, "model_config": fields, "model": model.state_dict()}, path)
+    assert DND.load_pretrained(path).config == config
+    torch.save({"config": {"model": "huginn"}, "model_config": fields, "model": model.state_dict()}, path)
+    fails(path, "no checkpoint of a dnd")
 
 
 PEAK = """

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from data.ledger import watch
 from huginn import IGNORE, PRESETS, Exit, GenerateConfig, Huginn, HuginnConfig, KVCache, sample
 
 TINY = HuginnConfig(vocab_size=50, block_size=64, n_embd=32, n_head=2, intermediate_size=48, n_layers_in_prelude=1,
@@ -78,10 +79,10 @@ def test_logits_states_and_losses_equal_the_reference(name):
 
 
 @pytest.mark.parametrize("name", TINY_SETS)
-@pytest.mark.parametrize("checkpoint_core", [False, True])
-def test_gradients_equal_the_reference(name, checkpoint_core):
+@pytest.mark.parametrize("checkpoint_core, selective", [(False, False), (True, False), (True, True)])
+def test_gradients_equal_the_reference(name, checkpoint_core, selective):
     model, settings = reference(name)
-    model.config.checkpoint_core = checkpoint_core
+    model.config.checkpoint_core, model.config.selective_checkpoint = checkpoint_core, selective
     inputs, want = golden.arrays(f"{name}_outputs"), golden.arrays(f"{name}_grads")
     run = settings["grad_run"]
     steps = (run["steps_without_gradient"], run["steps_with_gradient"])
@@ -305,6 +306,24 @@ def test_no_grad_steps_keep_nothing_for_the_backward_pass():
     assert saved((0, 2)) == saved((3, 2)) == saved((50, 2))
     assert saved((0, 8)) > saved((0, 4)) > saved((0, 2)), "each step with gradient keeps its activations"
     assert saved((0, 8), True) < saved((0, 8)) / 3, "checkpointing keeps the states only"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_selective_checkpointing_keeps_products_only(dtype):
+    """The same gradients, hardly more products than without, and memory in between."""
+    watched, grads, tokens = [], [], tokens_like(2, 32)
+    for fields in ({}, dict(checkpoint_core=True, selective_checkpoint=True), dict(checkpoint_core=True)):
+        model = tiny(random_recurrence=False, mean_recurrence=4, mean_backprop_depth=3, **fields).train()
+        torch.manual_seed(1)
+        watched.append(watch(model, dict(inputs=tokens, labels=tokens), dtype))
+        grads.append([p.grad for p in model.parameters()])
+    none, selective, full = watched
+    assert full.held < selective.held < 0.8 * none.held
+    assert none.flops == selective.flops < full.flops
+    for a, b in zip(*grads[:2]):  # in bfloat16 each step casts the weights anew, whose gradients then add up in float32
+        torch.testing.assert_close(b, a, atol=0 if dtype == torch.float32 else 0.02 * a.abs().max(), rtol=0)
+    with pytest.raises(ValueError, match="give checkpoint_core too"):
+        tiny(selective_checkpoint=True)
 
 
 def test_only_the_last_steps_carry_gradient():
@@ -659,6 +678,19 @@ def test_files_that_are_no_huginn_are_one_line(tmp_path):
     fails(tmp_path / "x.pt", "not a readable checkpoint")
     torch.save({"model_config": {"a": 1}}, tmp_path / "y.pt")
     fails(tmp_path / "y.pt", "no checkpoint of a huginn")
+
+
+def test_a_checkpoint_of_before_a_field_is_read_by_its_models_name(tmp_path):
+    model, path = tiny(), tmp_path / "old.pt"
+    fields = vars(model.config).copy()
+    del fields["selective_checkpoint"]
+    torch.save({"config": {"model": "huginn"}, "model_config": fields, "model": model.state_dict()}, path)
+    loaded = Huginn.load_pretrained(path)
+    assert loaded.config == model.config and torch.equal(loaded.wte.weight, model.wte.weight)
+    for config, more in (({"model": "modr"}, {}), ({}, {}), ({"model": "huginn"}, {"unheard_of": 1})):
+        torch.save({"config": config, "model_config": fields | more, "model": model.state_dict()}, path)
+        with pytest.raises(ValueError, match="no checkpoint of a huginn"):
+            Huginn.load_pretrained(path)
 
 
 # ---- the claim

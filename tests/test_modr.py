@@ -326,8 +326,8 @@ def test_routing_reads_the_state_that_the_loop_starts_from(monkeypatch):
 
 def test_recomputation_uses_the_choice_that_was_made(monkeypatch):
     grads, calls = [], []
-    for recompute in (False, True):
-        model, _ = tiny(checkpoint_core=recompute, routing="random", random_recurrence=False)
+    for fields in ({}, dict(checkpoint_core=True), dict(checkpoint_core=True, selective_checkpoint=True)):
+        model, _ = tiny(**fields, routing="random", random_recurrence=False)
         route = model.route
         monkeypatch.setattr(model, "route", lambda *a, route=route, **k: calls.append(1) or route(*a, **k))
         torch.manual_seed(3)
@@ -337,9 +337,10 @@ def test_recomputation_uses_the_choice_that_was_made(monkeypatch):
         grads[-1]["counts"] = model.counts
         model.finish_step(metrics)
         grads[-1]["bias"] = model.router_bias
-    assert len(calls) == 2
-    for name in grads[0]:
-        torch.testing.assert_close(grads[0][name], grads[1][name], atol=1e-7, rtol=1e-6)
+    assert len(calls) == 3
+    for other in grads[1:]:
+        for name in grads[0]:
+            torch.testing.assert_close(grads[0][name], other[name], atol=1e-7, rtol=1e-6)
 
 
 def test_the_bias_moves_once_per_optimizer_step_by_the_summed_counts():
@@ -479,6 +480,17 @@ def test_a_checkpoint_holds_what_was_trained_and_finds_its_base(tmp_path):
     other.load_state_dict(averaged.state_dict())
     assert torch.equal(other.module.router.weight, averaged.module.router.weight)
     assert not [name for name in averaged.state_dict() if "wte" in name]
+
+
+def test_a_checkpoint_of_before_a_field_and_a_huginns_are_told_apart(tmp_path):
+    model, frozen, path, saved = saved_pair(tmp_path)
+    for name, file in (("modr", saved), ("huginn", path)):
+        old = torch.load(file, weights_only=True) | {"config": {"model": name}}
+        del old["model_config"]["selective_checkpoint"]
+        torch.save(old, file)
+    assert MoDr.load_pretrained(saved).config == model.config
+    new = MoDr.pretrained_config(path)
+    assert new["base"] == path and "num_branches" not in new and not new["selective_checkpoint"]
 
 
 def test_another_base_is_an_error(tmp_path):

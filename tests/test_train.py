@@ -51,7 +51,7 @@ def run(tmp_path, cache, monkeypatch, capsys):
     def call(*flags, tiny=True):
         code = train.main([*(TINY if tiny else []), "--data_dir", str(cache), *map(str, flags)])
         out, err = capsys.readouterr()
-        lines = [line.strip() for line in re.split(r"[\r\n]+", err)]  # the progress bar's are left out
+        lines = [line.strip() for line in re.split(r"(?:[\r\n]|\x1b\[A)+", err)]  # the progress bar's are left out
         return code, out, "\n".join(line for line in lines if line.startswith(("train.py", "warning", "Trace")))
 
     yield call
@@ -710,6 +710,8 @@ def test_a_prompt_is_continued_by_the_newest_run(lm, run):
 def test_mistakes_are_told_before_the_work(lm, run, cache):
     fails(lm("--grad_accum", 3, "--max_steps", 1), "--grad_accum 3", "--batch_size 8")
     fails(lm("--stop", "<|end|>", "--max_steps", 1), "--stop <|end|>")
+    fails(lm("--selective_checkpoint"), "selective_checkpoint", "give checkpoint_core")
+    fails(lm("--checkpoint_core", "--selective_checkpoint", "--compile"), "--compile; leave one")
     fails(lm("--depths", "1,99999999", "--max_steps", 1), "1,99999999", "10000")
     assert not os.path.exists("out"), "and leave nothing behind"
     others = set(cache.glob("arith-*.npz"))
