@@ -56,10 +56,8 @@ any case, and without both losses the share held as well.
 In bfloat16 a score near tau may fall on either side of it, as a batch or the cache rounds otherwise.
 """
 
-import json
 import os
 import re
-import warnings
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -70,6 +68,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from data.weights import check_shapes, folder_shapes, held, read_config, read_folder, read_run
 from kernels import pack, unpack_fuse
 
 try:
@@ -880,7 +879,7 @@ class DND(nn.Module):
         """
         if self.nesting is not None:
             self.nesting.init_weights()
-        shapes, places = _folder_shapes(folder), _places(self)
+        shapes, places = folder_shapes(folder), _places(self)
         embedding, head = "model.embed_tokens.weight", "lm_head.weight"
         if self.lm_head is None and head in shapes:  # of a tied model: a second copy, or the only one
             places[head] = (torch.empty_like(self.embed_tokens.weight) if embedding in shapes else
@@ -889,7 +888,7 @@ class DND(nn.Module):
                                       for name, (weight, index) in places.items()})
         read_folder(folder, {name: weight for name, (weight, index) in places.items() if not index} | _experts(places))
         if head in places and embedding in places and self.lm_head is None and not torch.equal(
-                *(_held(places[name][0]) for name in (head, embedding))):
+                *(held(places[name][0]) for name in (head, embedding))):
             raise ValueError(f"{folder}: lm_head.weight differs from the embedding, but config.json ties them; set "
                              "tie_word_embeddings to false there")
 
@@ -897,35 +896,6 @@ class DND(nn.Module):
 # ---- reading checkpoints
 
 KINDS = dict(dnd=DNDConfig, qwen3=Qwen3Config)
-
-
-def read_run(path, **kinds):
-    """A checkpoint of train.py's -> its dict. kinds: a model's name and config class, as dnd=DNDConfig.
-
-    A field of the config that came later than the file takes its default.
-    """
-    try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # foreign bytes break the reader in any way: KeyError, IndexError, struct.error
-        raise ValueError(f"{path}: not a readable checkpoint ({type(error).__name__}); give one that train.py saved, "
-                         "or a folder with config.json and .safetensors files") from None
-    fields = saved.get("model_config") if isinstance(saved, dict) else None
-    for name, kind in kinds.items() if isinstance(fields, dict) else ():
-        defaults, model = vars(kind()), saved.get("config", {}).get("model")
-        # without the model's name a file must have all fields, which then tell its kind
-        if fields.keys() == defaults.keys() and model is None or fields.keys() <= defaults.keys() and model == name:
-            return saved | {"model_config": defaults | fields}
-    raise ValueError(f"{path}: is no checkpoint of a {' or '.join(kinds)}; give one that train.py saved with "
-                     f"--model {'|'.join(kinds)}")
-
-
-def check_shapes(path, found, expected):
-    """Name -> shape, of a file and of the model: ValueError for the first that differs."""
-    for name in sorted(found.keys() | expected.keys()):
-        if found.get(name) != expected.get(name):
-            raise ValueError(f"{path}: {name} is {found.get(name, 'missing')} in the file and "
-                             f"{expected.get(name, 'absent')} in the model; give the settings it was trained with, or "
-                             "a whole checkpoint")
 
 
 def _run_state(path, model, dtype):
@@ -945,15 +915,7 @@ def _run_state(path, model, dtype):
 
 def _qwen3_config(folder):
     """Qwen3Config fields of a Hugging Face config.json, in either of its spellings."""
-    path = os.path.join(folder, "config.json")
-    try:
-        with open(path, encoding="utf-8") as file:
-            theirs = json.load(file)
-        if not isinstance(theirs, dict):
-            raise ValueError(f"holds a {type(theirs).__name__}")
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: not a readable config ({error}); give a folder with config.json and .safetensors "
-                         "files") from None
+    path, theirs = os.path.join(folder, "config.json"), read_config(folder)
     rope, dense = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}, theirs.get("mlp_only_layers") or []
     if not isinstance(rope, dict) or not isinstance(dense, list):
         raise ValueError(f"{path}: rope_scaling is {rope!r} and mlp_only_layers {dense!r}; give an object and a list")
@@ -980,73 +942,34 @@ def _qwen3_config(folder):
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _folder_shapes(folder):
-    """Name -> shape of every tensor in the .safetensors files of a folder, all of which must be there."""
-    try:
-        import safetensors  # noqa: F401
-        from torch.distributed.checkpoint import HuggingFaceStorageReader
-    except ImportError:
-        raise ValueError(f"{folder}: reading .safetensors files needs a package; pip install safetensors") from None
-    files = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
-    index = os.path.join(folder, "model.safetensors.index.json")
-    if os.path.exists(index):
-        try:
-            with open(index, encoding="utf-8") as file:
-                files = sorted(set(json.load(file)["weight_map"].values()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{index}: not a readable index ({type(error).__name__}: {error}); download it "
-                             "again") from None
-    for name in files or ["*.safetensors"]:
-        if not os.path.exists(os.path.join(folder, name)):
-            raise ValueError(f"{folder}: holds no {name}; download the whole checkpoint")
-    try:
-        tensors = HuggingFaceStorageReader(folder).read_metadata().state_dict_metadata
-    except Exception as error:  # SafetensorError is no public class in all versions
-        raise ValueError(f"{folder}: not a readable safetensors file ({error}); download it again") from None
-    return {name: tuple(tensor.size) for name, tensor in tensors.items()}
-
-
-def read_folder(folder, tensors):
-    """Read tensors of .safetensors files into those of a dict, name -> tensor; of a sharded one what is held here."""
-    from torch.distributed.checkpoint import HuggingFaceStorageReader, load
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "assuming the intent is to load in a single process": so it is
-        load(tensors, storage_reader=HuggingFaceStorageReader(folder), no_dist=True)
-
-
-def _held(tensor):
-    """What this process holds of a tensor that FSDP may have sharded, by its rows."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 def _places(model):
     """Hugging Face's name of every tensor of a Qwen3 -> (our parameter, where in it: a tuple of indices)."""
     places, width = {}, model.config.moe_intermediate_size
     for name, parameter in model.named_parameters():
-        layer_mlp, _, last = name.rpartition(".")
-        if parameter.ndim < 3 and not name.startswith("nesting."):
-            places[name if name == "lm_head.weight" else f"model.{name}"] = parameter.detach(), ()
-        if parameter.ndim == 3:  # ours are stacked, theirs are apart
+        (layer_mlp, _, last), ours = name.rpartition("."), parameter.detach()
+        if ours.ndim < 3 and not name.startswith("nesting."):
+            places[name if name == "lm_head.weight" else f"model.{name}"] = ours, ()
+        if ours.ndim == 3:  # stacked, theirs are apart
             parts = {"down": slice(None)}
             if last == "gate_up_proj":
                 parts = {"gate": slice(width), "up": slice(width, None)}
-            places |= {f"model.{layer_mlp}.experts.{expert}.{part}_proj.weight": (parameter.detach(), (expert, rows))
-                       for expert in range(len(parameter)) for part, rows in parts.items()}
+            places |= {f"model.{layer_mlp}.experts.{expert}.{part}_proj.weight": (ours, (expert, rows))
+                       for expert in range(len(ours)) for part, rows in parts.items()}
     return places
 
 
 def _experts(places):
     """Name -> its part of a stacked parameter, for the experts that this process holds."""
-    held, found = {}, {}
+    ours, found = {}, {}  # ours: a parameter's id -> numbers of experts
     for name, (stacked, index) in places.items():
-        if index and id(stacked) not in held:
+        if index and id(stacked) not in ours:
             numbers = torch.arange(len(stacked))
             if hasattr(stacked, "to_local"):  # numbered as the stack is sharded
                 from torch.distributed.tensor import distribute_tensor
                 numbers = distribute_tensor(numbers, stacked.device_mesh, stacked.placements, src_data_rank=None)
-            held[id(stacked)] = _held(numbers).tolist()
-        if index and index[0] in held[id(stacked)]:
-            found[name] = _held(stacked)[held[id(stacked)].index(index[0]), index[1]]
+            ours[id(stacked)] = held(numbers).tolist()
+        if index and index[0] in ours[id(stacked)]:
+            found[name] = held(stacked)[ours[id(stacked)].index(index[0]), index[1]]
     return found
 
 

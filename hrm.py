@@ -627,6 +627,9 @@ def _read_checkpoint(path):
         kind = type(error).__name__
         raise ValueError(f"{path}: not a readable checkpoint ({kind}); give one saved by torch.save") from None
     weights = saved = saved if isinstance(saved, dict) else {}
+    if saved.get("parts"):
+        raise ValueError(f"{path}: its weights are in the folder {saved['parts']}, where several processes saved them; "
+                         "put them into one file with train.py --export FILE")
     if isinstance(saved.get("model_config"), dict):  # train.py's; the averaged weights are the better ones
         weights = saved.get("ema") or saved.get("model") or {}
         if unknown := saved["model_config"].keys() - HRMConfig.__dataclass_fields__.keys():

@@ -34,10 +34,8 @@ released code would not at all. And `generate` and `evaluate` draw s_0 per posit
 so that a greedy answer does not depend on what else is in the batch.
 """
 
-import json
 import math
 import os
-import warnings
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -47,6 +45,8 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from data.weights import check_shapes, folder_shapes, held, read_config, read_folder, read_run
 
 IGNORE = -100  # the target of a token that is not scored
 
@@ -721,7 +721,7 @@ class Huginn(nn.Module):
         Of a model that FSDP has sharded, each process reads what it holds and no more. Raises ValueError, one line, for
         a folder that does not fit.
         """
-        shapes, params = _folder_shapes(folder), dict(self.named_parameters())
+        shapes, params = folder_shapes(folder), dict(self.named_parameters())
         names = {name: plain_name(name) for name in shapes if plain_name(name) not in NOT_WEIGHTS}
         head = next((name for name, plain in names.items() if plain == "lm_head.weight"), None)
         second = None
@@ -732,7 +732,7 @@ class Huginn(nn.Module):
         check_shapes(folder, {plain: shapes[name] for name, plain in names.items()},
                      {plain: tuple(parameter.shape) for plain, parameter in params.items()})
         read_folder(folder, {name: params[plain].detach() for name, plain in names.items()})
-        if second is not None and not torch.equal(_held(second), _held(self.wte.weight)):
+        if second is not None and not torch.equal(held(second), held(self.wte.weight)):
             raise ValueError(UNTIED.format(folder))
 
 
@@ -744,38 +744,10 @@ UNTIED = ("{}: lm_head.weight differs from wte.weight, but this model ties them;
           "embeddings")
 
 
-def read_run(path, **kinds):
-    """A checkpoint of train.py's -> its dict. kinds: a model's name and config class, as huginn=HuginnConfig.
-
-    A field of the config that came later than the file takes its default.
-    """
-    try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # foreign bytes break the reader in any way: KeyError, IndexError, struct.error
-        raise ValueError(f"{path}: not a readable checkpoint ({type(error).__name__}); give one that train.py saved, "
-                         "or a folder with config.json and .safetensors files") from None
-    fields = saved.get("model_config") if isinstance(saved, dict) else None
-    for name, kind in kinds.items() if isinstance(fields, dict) else ():
-        defaults, model = vars(kind()), saved.get("config", {}).get("model")
-        # without the model's name a file must have all fields, which then tell its kind
-        if fields.keys() == defaults.keys() and model is None or fields.keys() <= defaults.keys() and model == name:
-            return saved | {"model_config": defaults | fields}
-    raise ValueError(f"{path}: is no checkpoint of a {' or '.join(kinds)}; give one that train.py saved with "
-                     f"--model {'|'.join(kinds)}")
-
-
 def _weights(path):
     """The weights in a file of train.py's: the averaged ones, where it has them."""
     saved = read_run(path, huginn=HuginnConfig)
     return saved.get("ema") or saved["model"]
-
-
-def check_shapes(path, found, expected):
-    """Name -> shape, of a file and of the model: ValueError for the first that differs."""
-    for name in sorted(found.keys() | expected.keys()):
-        if found.get(name) != expected.get(name):
-            raise ValueError(f"{path}: {name} is {found.get(name, 'missing')} in the file and "
-                             f"{expected.get(name, 'absent')} in the model; give the settings it was trained with")
 
 
 def plain_name(key):
@@ -796,15 +768,7 @@ def plain_names(state, path):
 
 def _folder_config(folder):
     """HuginnConfig fields of a Hugging Face config.json."""
-    path = os.path.join(folder, "config.json")
-    try:
-        with open(path, encoding="utf-8") as file:
-            theirs = json.load(file)
-        if not isinstance(theirs, dict):
-            raise ValueError(f"holds a {type(theirs).__name__}")
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: not a readable config ({error}); give a folder with config.json and .safetensors "
-                         "files") from None
+    path, theirs = os.path.join(folder, "config.json"), read_config(folder)
     fields = {name: theirs.get("n_heads" if name == "n_head" else name) for name in HuginnConfig.__dataclass_fields__}
     missing = [name for name in ("n_embd", "n_head", "n_layers_in_recurrent_block") if fields[name] is None]
     if missing:
@@ -814,41 +778,6 @@ def _folder_config(folder):
             raise ValueError(f"{path}: {name} is {theirs[name]}; this model is built with {name} {ours} only")
     fields["vocab_size"] = theirs.get("padded_vocab_size") or fields["vocab_size"]
     return {name: value for name, value in fields.items() if value is not None}
-
-
-def _folder_shapes(folder):
-    """Name -> shape of every tensor in the .safetensors files of a folder, all of which must be there."""
-    try:
-        import safetensors  # noqa: F401
-    except ImportError:
-        raise ValueError(f"{folder}: reading .safetensors files needs a package; pip install safetensors") from None
-    from torch.distributed.checkpoint import HuggingFaceStorageReader
-    files = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
-    index, wanted = os.path.join(folder, "model.safetensors.index.json"), set()
-    if os.path.exists(index):
-        with open(index, encoding="utf-8") as file:
-            wanted = set(json.load(file).get("weight_map", {}).values())
-    missing = sorted(wanted - set(files)) if files else ["*.safetensors"]
-    if missing:
-        raise ValueError(f"{folder}: holds no {missing[0]}; download the whole checkpoint")
-    try:
-        tensors = HuggingFaceStorageReader(folder).read_metadata().state_dict_metadata
-    except Exception as error:  # SafetensorError is no public class in all versions
-        raise ValueError(f"{folder}: not a readable safetensors file ({error}); download it again") from None
-    return {name: tuple(tensor.size) for name, tensor in tensors.items()}
-
-
-def read_folder(folder, tensors):
-    """Read tensors of .safetensors files into those of a dict, name -> tensor; of a sharded one what is held here."""
-    from torch.distributed.checkpoint import HuggingFaceStorageReader, load
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "assuming the intent is to load in a single process": so it is
-        load(tensors, storage_reader=HuggingFaceStorageReader(folder), no_dist=True)
-
-
-def _held(tensor):
-    """What this process holds of a tensor that FSDP may have sharded, by its rows."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 PRESETS = {  # parameters; train.py has the recipe that goes with each

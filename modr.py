@@ -52,7 +52,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import huginn
-from huginn import Huginn, HuginnConfig, plain_names, read_run
+from data.weights import read_run
+from huginn import Huginn, HuginnConfig, plain_names
 from kernels import lora_linear, merge_lora
 
 

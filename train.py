@@ -626,12 +626,14 @@ class Trainer:
             for group, lr in zip(optimizer.param_groups, rates):
                 group["lr"] = lr * lr_factor(c, self.step)
         batch = to_device(self.data.train_batch(self.step, c.batch_size, c.seed), "cpu")
+        before = rng_state() if self.unproven else None
         try:
             metrics = self.forward_backward(batch)
         except Exception as error:
             if not self.unproven:
                 raise
             self.uncompile(error)
+            set_rng_state(before)
             metrics = self.forward_backward(batch)
         self.unproven = False
         if c.grad_clip > 0:

@@ -154,7 +154,7 @@ def test_weights_gradients_and_states_are_those_of_a_true_step(words, monkeypatc
     assert budget.table == sum(t.nbytes for t in tables)
     assert budget.gradients == sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
     assert budget.states == sum(states)
-    copied = train.AveragedModel(model)
+    copied = torch.optim.swa_utils.AveragedModel(model)
     held = sum(t.nbytes for t in [*copied.module.parameters(), *copied.module.buffers()])
     assert budget.memory()["averaged weights (EMA)"] == held == budget.weights + budget.table
     if carry:

@@ -21,6 +21,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 
 import dnd  # noqa: E402
+import hrm  # noqa: E402
 import huginn  # noqa: E402
 import train  # noqa: E402
 from data import checkpoint  # noqa: E402
@@ -184,6 +185,9 @@ def test_what_several_processes_saved_becomes_one_file(folder, capfd):
     assert call(["--model", "huginn", "--init_from", "two/without", "--sample", "1"]) == 2
     err = capfd.readouterr().err
     assert len(err.splitlines()) == 1 and "best-" in err and "copy both" in err
+    for Model, name in ((huginn.Huginn, "huginn"), (hrm.HRM, "hrm")):
+        with pytest.raises(ValueError, match="last-12.parts.*--export FILE"):
+            Model.load_pretrained(f"fsdp/{name}/last.pt")
 
 
 def test_weights_may_stay_in_cpu_memory(folder):
