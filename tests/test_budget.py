@@ -278,8 +278,8 @@ def test_advice_fits():
         flags = said.split("does not fit; ")[1].split(" would")[0]
         assert ("--checkpoint_core" in flags) == with_flag and "--grad_accum" in flags
         assert budget_of(f"{words} {flags}").fits(room), said
-    flags = budget.advice(1.3).split("fsdp on 64 GPUs with ")[1].split(" would")[0]
-    assert budget_of(f"{words} {flags}", world_size=64, parallel="fsdp").fits(1.3)
+    flags = budget.advice(1.5).split("fsdp on 8 GPUs with ")[1].split(" would")[0]
+    assert budget_of(f"{words} {flags}", world_size=8, parallel="fsdp").fits(1.5)
     assert "nor do" in budget.advice(0.01)
 
 
@@ -327,7 +327,7 @@ def test_the_largest_takes_seconds(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert train.main("--model dnd --preset qwen3-30b-a3b --data text --block_size 4096 --dry_run".split()) == 0
     out = capsys.readouterr().out
-    assert "30,532,204,584" in out and "fsdp on 16 GPUs" in out and "max_steps 1,000" in out
+    assert "30,532,204,584" in out and "fsdp on 8 GPUs" in out and "max_steps 1,000" in out
 
 
 @pytest.mark.parametrize("words, message", (

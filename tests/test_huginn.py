@@ -642,7 +642,8 @@ def test_hugging_face_folders_are_read_however_they_are_split(tmp_path, shards, 
 
 
 def test_files_that_are_no_huginn_are_one_line(tmp_path):
-    save_file = pytest.importorskip("safetensors.torch").save_file
+    safetensors = pytest.importorskip("safetensors.torch")
+    save_file, load_file = safetensors.save_file, safetensors.load_file
 
     def fails(path, *words, **overrides):
         with pytest.raises(ValueError) as error:
@@ -652,8 +653,8 @@ def test_files_that_are_no_huginn_are_one_line(tmp_path):
     fails(tmp_path, "config.json")
     folder = folder_of(tiny(), tmp_path)
     fails(folder, "adapter.weight", n_embd=64)
-    weights = {"transformer.wte.weight": torch.zeros(50, 32), "lm_head.weight": torch.ones(50, 32)}
-    save_file(weights, folder / "model-0.safetensors")
+    weights = load_file(folder / "model-0.safetensors")
+    save_file(weights | {"lm_head.weight": torch.ones(50, 32)}, folder / "model-0.safetensors")
     fails(folder, "ties them")
     save_file({"transformer.wte.weight": torch.zeros(50, 32)}, folder / "model-0.safetensors")
     fails(folder, "adapter.weight is missing")
