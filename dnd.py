@@ -68,7 +68,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from data.weights import check_shapes, folder_shapes, held, read_config, read_folder, read_run
+from data.weights import check_shapes, folder_shapes, held, read_config, read_folder, read_run, run_weights
 from kernels import pack, unpack_fuse
 
 try:
@@ -900,8 +900,8 @@ KINDS = dict(dnd=DNDConfig, qwen3=Qwen3Config)
 
 def _run_state(path, model, dtype):
     """The weights in a file of train.py's, the averaged ones where it has them, without wrappers' prefixes."""
-    saved, state = read_run(path, **KINDS), {}
-    for key, value in (saved.get("ema") or saved["model"]).items():
+    state = {}
+    for key, value in run_weights(path, **KINDS).items():
         if key != "n_averaged":
             state[re.sub(r"_orig_mod\.|module\.", "", key)] = value
     if "nesting.tau" not in state and model.nesting is not None:

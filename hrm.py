@@ -609,6 +609,9 @@ class HRM(nn.Module):
         vocabulary of 11, else 900. Raises ValueError, one line, if the file is no such checkpoint or does not fit.
         """
         config, state = _read_checkpoint(path)
+        if any(weight.is_meta for weight in state.values()):
+            raise ValueError(f"{path}: its weights are in a folder, where several processes saved them; put them into "
+                             "one file with train.py --export FILE")
         model = cls(HRMConfig(**{**config, **overrides}))
         found, expected = ({k: tuple(v.shape) for k, v in s.items()} for s in (state, model.state_dict()))
         for name in sorted(found.keys() | expected.keys()):
@@ -627,9 +630,6 @@ def _read_checkpoint(path):
         kind = type(error).__name__
         raise ValueError(f"{path}: not a readable checkpoint ({kind}); give one saved by torch.save") from None
     weights = saved = saved if isinstance(saved, dict) else {}
-    if saved.get("parts"):
-        raise ValueError(f"{path}: its weights are in the folder {saved['parts']}, where several processes saved them; "
-                         "put them into one file with train.py --export FILE")
     if isinstance(saved.get("model_config"), dict):  # train.py's; the averaged weights are the better ones
         weights = saved.get("ema") or saved.get("model") or {}
         if unknown := saved["model_config"].keys() - HRMConfig.__dataclass_fields__.keys():

@@ -46,7 +46,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from data.weights import check_shapes, folder_shapes, held, read_config, read_folder, read_run
+from data.weights import check_shapes, folder_shapes, held, read_config, read_folder, read_run, run_weights
 
 IGNORE = -100  # the target of a token that is not scored
 
@@ -707,7 +707,7 @@ class Huginn(nn.Module):
         if os.path.isdir(path):
             model.to_empty(device="cpu").fill(path)
         else:
-            state = plain_names(_weights(path), path)
+            state = plain_names(run_weights(path, huginn=HuginnConfig), path)
             check_shapes(path, *({k: tuple(v.shape) for k, v in s.items()} for s in (state, model.state_dict())))
             for name in state:
                 state[name] = state[name].to(dtype)  # one at a time: never two copies of the whole
@@ -742,12 +742,6 @@ class Huginn(nn.Module):
 NOT_WEIGHTS = ("freqs_cis", "n_averaged")  # the rotary table, which is computed here; how often was averaged
 UNTIED = ("{}: lm_head.weight differs from wte.weight, but this model ties them; give a checkpoint with tied "
           "embeddings")
-
-
-def _weights(path):
-    """The weights in a file of train.py's: the averaged ones, where it has them."""
-    saved = read_run(path, huginn=HuginnConfig)
-    return saved.get("ema") or saved["model"]
 
 
 def plain_name(key):

@@ -52,7 +52,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import huginn
-from data.weights import read_run
+from data.weights import read_run, run_weights
 from huginn import Huginn, HuginnConfig, plain_names
 from kernels import lora_linear, merge_lora
 
@@ -367,9 +367,9 @@ class MoDr(Huginn):
                              f"{config.base_hash}); give the path of those as base")
         model = cls(replace(config, base_hash=found), base)
         if not is_new:
-            saved = read_run(path, modr=MoDrConfig)
+            weights = plain_names(run_weights(path, modr=MoDrConfig), path)
             try:
-                model.load_state_dict(plain_names(saved.get("ema") or saved["model"], path))
+                model.load_state_dict(weights)
             except RuntimeError as error:
                 raise ValueError(f"{path}: {str(error).splitlines()[1].strip()} Give the settings it was trained "
                                  "with") from None

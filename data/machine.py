@@ -33,6 +33,8 @@ class Machine:
     def of(cls, c, alone=False):
         """The machine that a TrainConfig asks for; joins the other processes, if torchrun started any, unless alone."""
         device = pick_device(c.device)
+        if c.offload and device.type not in ("cpu", "cuda"):
+            raise UserError(f"--offload on {device.type}: moves weights to and from CUDA cards only; leave it out")
         dtype, reason = pick_dtype(c.dtype, device)
         ranks = Ranks.join(device, dtype, c.rank_timeout, c.parallel, c.offload, alone)
         whole = ranks.size * parts_of(c, ranks)

@@ -29,11 +29,7 @@ def read_run(path, **kinds):
     except Exception as error:  # foreign bytes break the reader in any way: KeyError, IndexError, struct.error
         raise ValueError(f"{path}: not a readable checkpoint ({type(error).__name__}); give one that train.py saved, "
                          "or a folder with config.json and .safetensors files") from None
-    saved = saved if isinstance(saved, dict) else {}
-    if saved.get("parts"):
-        raise ValueError(f"{path}: its weights are in the folder {saved['parts']}, where several processes saved them; "
-                         "put them into one file with train.py --export FILE")
-    fields = saved.get("model_config")
+    fields = saved.get("model_config") if isinstance(saved, dict) else None
     for name, kind in kinds.items() if isinstance(fields, dict) else ():
         defaults, model = vars(kind()), saved.get("config", {}).get("model")
         # without the model's name a file must have all fields, which then tell its kind
@@ -41,6 +37,15 @@ def read_run(path, **kinds):
             return saved | {"model_config": defaults | fields}
     raise ValueError(f"{path}: is no checkpoint of a {' or '.join(kinds)}; give one that train.py saved with "
                      f"--model {'|'.join(kinds)}")
+
+
+def run_weights(path, **kinds):
+    """The state dict in a checkpoint of train.py's: the averaged weights, where it has them. kinds: as of read_run."""
+    saved = read_run(path, **kinds)
+    if saved.get("parts"):
+        raise ValueError(f"{path}: its weights are in the folder {saved['parts']}, where several processes saved them; "
+                         "put them into one file with train.py --export FILE")
+    return saved.get("ema") or saved["model"]
 
 
 def check_shapes(path, found, expected):

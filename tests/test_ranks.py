@@ -185,21 +185,21 @@ def test_what_several_processes_saved_becomes_one_file(folder, capfd):
     assert call(["--model", "huginn", "--init_from", "two/without", "--sample", "1"]) == 2
     err = capfd.readouterr().err
     assert len(err.splitlines()) == 1 and "best-" in err and "copy both" in err
-    for Model, name in ((huginn.Huginn, "huginn"), (hrm.HRM, "hrm")):
-        with pytest.raises(ValueError, match="last-12.parts.*--export FILE"):
+    for Model, name in ((huginn.Huginn, "huginn"), (hrm.HRM, "hrm"), (dnd.DND, "qwen3")):
+        with pytest.raises(ValueError, match="in (a|the) folder.*--export FILE"):
             Model.load_pretrained(f"fsdp/{name}/last.pt")
 
 
 def test_weights_may_stay_in_cpu_memory(folder):
     """FSDP on one process: the losses are its own without, to the bit."""
-    for name in ("huginn, in parts", "modr"):
-        flags = [*RUNS[name], *ALWAYS, "--max_steps", 12, "--offload", "--out_dir", f"offload/{name}"]
-        assert launch(folder, flags, processes=1)[0] == 0
+    names = ("huginn, in parts", "modr")
+    runs = [[*RUNS[name], *ALWAYS, "--max_steps", 12, "--offload", "--out_dir", f"offload/{name}"] for name in names]
+    use = ["--model", "huginn", "--offload", "--sample", "001+002=", "--out_dir", "one/huginn"]
+    code, out = launch(folder, *runs, use, processes=1)
+    assert code == 0 and out.count("tokens/s, cache") > 1, out[-3000:]
+    for name in names:
         one, two = ([line["loss"] for line in log(f"{where}/{name}") if "loss" in line] for where in ("one", "offload"))
         assert one == two
-    code, out = launch(folder, ["--model", "huginn", "--offload", "--sample", "001+002=", "--out_dir", "one/huginn"],
-                       processes=1)
-    assert code == 0 and "tokens/s" in out, out[-3000:]
 
 
 @pytest.mark.parametrize("name, model, sizes", [
@@ -239,7 +239,7 @@ def test_each_process_reads_its_share_of_a_folder(folder, name, model, sizes):
                                         ("is killed", "SIGKILL|Signal 9")])
 def test_a_rank_that_fails_ends_all(folder, what, word):
     started = time.monotonic()
-    flags = [*HRM, *ALWAYS, "--max_steps", 12, "--out_dir", f"two/{what}", "--rank_timeout", "0.4"]
+    flags = [*HRM, *ALWAYS, "--max_steps", 12, "--out_dir", f"two/{what}", "--rank_timeout", "0.25"]
     code, out = launch(folder, [what, *flags])
     assert code != 0 and re.search(word, out) and time.monotonic() - started < 120, out[-3000:]
     assert not os.path.exists(f"two/{what}/last.pt"), "it happened before the first validation"
@@ -290,6 +290,7 @@ def trouble(what):
             if what == "is killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             if what == "hangs":
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)  # else torchrun waits half a minute before it kills
                 time.sleep(100)
         done.append(time.sleep(0.02 if "writ" in what else 0))
         return original(trainer)
