@@ -844,7 +844,7 @@ def run(argv):
     if c.dry_run:
         with user_errors():
             return budget.print_budget((c, model_config, use, data_config), MODELS[c.model][0], c.world_size, c.mfu,
-                                       c.parallel, getattr(c, "offload", False))
+                                       c.parallel, c.offload)
     if c.analysis in study.STUDIES:
         return compare(argv, c, model_config)
     if path is None and c.model in BASES:

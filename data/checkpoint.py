@@ -12,6 +12,7 @@ the folder, which it replaces by another only then, so that at any moment it goe
 """
 
 import glob
+import itertools
 import os
 import shutil
 import warnings
@@ -65,15 +66,19 @@ class Writer:
             tensors[where] = tensor.detach()
             return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
-        content |= walk(weights, put_aside) | {"parts": f"{os.path.splitext(name)[0]}-{step}.parts"}
+        content |= walk(weights, put_aside)
         if name in self.jobs:
             self.jobs[name].result()
+        content["parts"] = self.ranks.first_decides(lambda: self._new_folder(f"{os.path.splitext(name)[0]}-{step}"))
         self.jobs[name] = self.thread.submit(self._write, path, content, BlockingAsyncStager().stage(tensors))
 
+    def _new_folder(self, stem):
+        """A name that is free; a step may be saved again, by a run that was killed and goes on."""
+        names = itertools.chain([f"{stem}.parts"], (f"{stem}-{i}.parts" for i in itertools.count(2)))
+        return next(name for name in names if not os.path.exists(os.path.join(self.folder, name)))
+
     def _write(self, path, content, tensors):
-        parts = os.path.join(self.folder, content["parts"])
-        if not os.path.exists(os.path.join(parts, ".metadata")):  # else it has saved this step before
-            dcp.save(tensors, checkpoint_id=parts, process_group=self.ranks.writers)
+        dcp.save(tensors, checkpoint_id=os.path.join(self.folder, content["parts"]), process_group=self.ranks.writers)
         if self.ranks.rank == 0:
             with atomic_write(path) as file:
                 torch.save(content, file)
@@ -148,8 +153,10 @@ def to_one_file(path):
     if not saved.get("parts"):
         return False
     saved = read_tensors(path, saved)
-    del saved["parts"]
+    parts = saved.pop("parts")
     with atomic_write(path) as file:
         torch.save(saved, file)
-    remove_parts(path)
+        if read_checkpoint(path).get("parts") != parts:
+            raise UserError(f"{path}: its run has saved it anew meanwhile; try again")
+    shutil.rmtree(os.path.join(os.path.dirname(path), parts))
     return True

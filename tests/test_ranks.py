@@ -26,6 +26,7 @@ import huginn  # noqa: E402
 import train  # noqa: E402
 from data import checkpoint  # noqa: E402
 from data.checkpoint import read_checkpoint, read_tensors  # noqa: E402
+from data.common import UserError  # noqa: E402
 from data.ranks import Ranks  # noqa: E402
 
 HRM = ("--model hrm --data sudoku --preset nano-6x6 --box 2x2 --clues 6 --n_embd 32 --n_head 2 --num_train 64 "
@@ -188,6 +189,20 @@ def test_what_several_processes_saved_becomes_one_file(folder, capfd):
     for Model, name in ((huginn.Huginn, "huginn"), (hrm.HRM, "hrm"), (dnd.DND, "qwen3")):
         with pytest.raises(ValueError, match="in (a|the) folder.*--export FILE"):
             Model.load_pretrained(f"fsdp/{name}/last.pt")
+
+
+def test_a_checkpoint_that_is_saved_anew_meanwhile_is_kept(folder, monkeypatch):
+    shutil.copytree("fsdp/huginn", "two/meanwhile")
+    path = "two/meanwhile/best.pt"
+
+    def read(path, saved, original=read_tensors):
+        torch.save(saved | {"parts": "best-99.parts"}, path)
+        return original(path, saved)
+
+    monkeypatch.setattr(checkpoint, "read_tensors", read)
+    with pytest.raises(UserError, match="saved it anew"):
+        checkpoint.to_one_file(path)
+    assert read_checkpoint(path)["parts"] == "best-99.parts" and glob.glob("two/meanwhile/best-*.parts")
 
 
 def test_weights_may_stay_in_cpu_memory(folder):
