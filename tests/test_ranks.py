@@ -23,6 +23,7 @@ sys.path.insert(0, ROOT)
 import dnd  # noqa: E402
 import hrm  # noqa: E402
 import huginn  # noqa: E402
+import modr  # noqa: E402
 import train  # noqa: E402
 from data import checkpoint  # noqa: E402
 from data.checkpoint import read_checkpoint, read_tensors  # noqa: E402
@@ -112,6 +113,26 @@ def test_two_processes_have_the_losses_of_one(folder, name, kind):
     assert last[0]["model"].keys() == last[1]["model"].keys()
     for key, value in last[0]["model"].items():
         torch.testing.assert_close(value, last[1]["model"][key], rtol=2e-2, atol=2e-4, msg=key)
+
+
+def test_ranks_may_select_and_route_quite_differently(folder):
+    """The first of two processes selects no token, the second all; each sends all its texts to a branch of its own."""
+    runs = {name: [*RUNS[name], *ALWAYS, "--max_steps", 5] for name in ("dnd", "modr")}
+    for processes, kinds in ((1, ["ddp"]), (2, ["ddp", "fsdp"])):
+        flags = [["differ", *flags, "--parallel", kind, "--out_dir", f"differ/{processes}-{kind}/{name}"]
+                 for name, flags in runs.items() for kind in kinds]
+        code, out = launch(folder, *flags, processes=processes)
+        assert code == 0, out[-3000:]
+    for name in runs:
+        one, *two = ([line["loss"] for line in log(f"differ/{how}/{name}") if "loss" in line]
+                     for how in ("1-ddp", "2-ddp", "2-fsdp"))
+        assert len(one) == 5 and all(losses == pytest.approx(one, rel=2e-4) for losses in two), name
+    weights = [whole(f"differ/{how}/modr/last.pt")["model"] for how in ("1-ddp", "2-ddp", "2-fsdp")]
+    for key, value in weights[0].items():
+        torch.testing.assert_close(value, weights[1][key], rtol=2e-2, atol=2e-4, msg=key)
+        torch.testing.assert_close(value, weights[2][key], rtol=2e-2, atol=2e-4, msg=key)
+    assert {line["branch_0"] for line in log("differ/2-ddp/modr") if "loss" in line} == {0.5}
+    assert {line["branch_1"] for line in log("differ/2-ddp/modr") if "loss" in line} == {0.5}
 
 
 def test_depths_and_selections_differ_between_steps(folder):
@@ -325,6 +346,26 @@ def trouble(what):
     train.Trainer.one_step, checkpoint.dcp.save = step, save
 
 
+def differ():
+    """Of each batch of all processes, let the second half of the rows be selected, and take branch 1 instead of 0."""
+    def second(rows):
+        alone = os.environ["WORLD_SIZE"] == "1"
+        return torch.arange(rows) >= rows // 2 if alone else torch.full((rows,), os.environ["RANK"] == "1")
+
+    def select(nesting, j, x_v, is_token=None, original=dnd.Nesting.select):
+        p, selected = original(nesting, j, x_v, is_token)
+        return p, is_token & second(len(p))[:, None] if nesting.training else selected
+
+    def route(model, *args, original=modr.MoDr.route, **options):
+        chosen = original(model, *args, **options)
+        if model.training:
+            branch = second(len(chosen.branch)).long()[:, None].expand_as(chosen.branch).contiguous()
+            chosen.branch, model.counts = branch, torch.bincount(branch[:, 0], minlength=3) * branch.shape[1]
+        return chosen
+
+    dnd.Nesting.select, modr.MoDr.route = select, route
+
+
 def fill(model, path):
     """Read a folder into a model that FSDP shards; keep all of it, and how many numbers this process has read."""
     from torch.distributed.checkpoint import HuggingFaceStorageReader
@@ -351,6 +392,9 @@ if __name__ == "__main__":  # one of the processes that `launch` has started
             if flags[0] == "fills":
                 fill(*flags[1:])
                 continue
+            if flags[0] == "differ":
+                differ()
+                del flags[0]
             if not flags[0].startswith("-"):
                 trouble(flags.pop(0))
             if code := call(flags):
