@@ -58,6 +58,7 @@ import dataclasses
 import difflib
 import glob
 import inspect
+import itertools
 import json
 import math
 import os
@@ -464,14 +465,18 @@ class Log:
 
 def evaluate(model, data, split, c, use, machine, depths):
     """Score a split at each depth: depth -> name -> (N,) scores."""
-    items = data.eval_batches(split, c.eval_batch_size)
-    total = -(-len(getattr(data, split)) // c.eval_batch_size)
+    total, ranks = -(-len(getattr(data, split)) // c.eval_batch_size), machine.ranks
+    first, end = ranks.portion(total)
+    items = itertools.islice(data.eval_batches(split, c.eval_batch_size), first, end)
+    items = tqdm(items, split, end - first, leave=False, delay=5, disable=ranks.rank > 0)
     model.eval()
     with machine.autocast():
-        batches = (to_device(batch, machine.device) for batch in tqdm(items, split, total, leave=False, delay=5))
+        batches = (to_device(batch, machine.device) for batch in items)
         scores = model.evaluate(batches, depths, data.grade, **use_options(c, use, data))
     model.train()
-    return scores
+    parts = ranks.all_objects(scores) if end - first < total else [scores]
+    return {depth: {name: torch.cat([part[depth][name] for part in parts]) for name in named}
+            for depth, named in scores.items()}
 
 
 def use_options(c, use, data):

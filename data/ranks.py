@@ -119,6 +119,15 @@ class Ranks:
             if len(mine) or self.size > 1:  # alone, a part without rows is left out
                 yield part if len(mine) else part | {"labels": torch.full_like(part["labels"], IGNORE)}
 
+    def portion(self, number):
+        """(first, end) of this rank's portion of a number of batches to score.
+
+        All of them, where there are too few, or FSDP has the ranks go in step.
+        """
+        if self.mesh is not None or number < self.size:
+            return 0, number
+        return tuple(number * rank // self.size for rank in (self.rank, self.rank + 1))
+
     def shard(self, model):
         """Have FSDP2 shard a model on the meta device, by its blocks, and allocate this rank's share, to fill later."""
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)

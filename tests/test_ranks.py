@@ -48,7 +48,7 @@ RUNS = {  # flags; the bases that go before
     "dnd": [*DND, *"--alpha 0.003 --lr 0.01 --warmup_steps 0".split()],  # none are selected at first, then some
     "dnd, nothing selected": [*DND, "--k_target", "0.001", "--alpha", "0"],
     "modr": [*MODR, "--init_from", "bases/huginn/last.pt"]}
-ALWAYS = "--batch_size 8 --dtype float32 --device cpu --eval_interval 6 --data_dir cache".split()
+ALWAYS = "--batch_size 8 --eval_batch_size 6 --dtype float32 --device cpu --eval_interval 6 --data_dir cache".split()
 
 
 def call(flags):
@@ -292,6 +292,13 @@ def test_rows_are_dealt_out_to_any_number_of_ranks_and_parts():
         for mine in sum(dealt, []):
             assert mine["z"][:, 0].equal(2 * mine["data"]["x"]) and mine["least"] == 0
     assert Ranks(0, 2).deal([None, None], 3) == [None] * 3
+
+
+def test_portions_of_all_ranks_are_the_whole():
+    for number, size in ((7, 3), (3, 3), (8, 2)):
+        ends = [Ranks(rank, size).portion(number) for rank in range(size)]
+        assert [i for first, end in ends for i in range(first, end)] == list(range(number)) and all(a < b for a, b in ends)
+    assert [Ranks(rank, 3).portion(2) for rank in range(3)] == [(0, 2)] * 3
 
 
 def test_shares_of_all_ranks_are_the_batch():
