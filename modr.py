@@ -153,6 +153,7 @@ class MoDr(Huginn):
         self.router = nn.Linear(config.n_embd, N, bias=False, device=device) if N > 1 else None
         if self.router is not None:
             nn.init.normal_(self.router.weight, std=config.n_embd**-0.5)
+            self.router.requires_grad_(config.gate != "off")  # which is all that a gradient comes through
             self.bar = (*self.bar, "balance_entropy")
         self.register_buffer("router_bias", torch.zeros(N, device=device))
         self.counts = None  # (N,) of the last training forward: what each branch got

@@ -116,7 +116,7 @@ class TrainConfig:
     offload: bool = False  # weights, gradients and optimizer states in CPU memory, on the GPU a block at a time (FSDP2)
     rank_timeout: float = 10.0  # minutes that a process waits for the others before it ends with an error
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the forward pass; the weights stay float32
-    profile: int = -1  # steps to profile, from the tenth on, into trace.json of the run folder; -1 = none
+    profile: int = -1  # steps to profile, after ten, of the first process into trace.json of the run folder; -1 = none
     compile: bool = False  # torch.compile the blocks; on a CPU this needs a C++ compiler
     seed: int = 0  # of weights, data order and exploration
     # optimization
@@ -135,6 +135,7 @@ class TrainConfig:
     ema: float = 0.0  # decay of the averaged weights, which are then the ones scored and kept as best; 0 = none
     # evaluation
     eval_interval: int = 500  # steps between validations, each of which also saves; -1 = only at the end
+    save_interval: float = 30.0  # minutes after which a run that validates more seldom saves; -1 = never
     eval_batch_size: int = 250  # puzzles or texts at once
     depths: str = "1,2,4,8,16"  # segments or steps of the test table; the best weights are chosen at the deepest
 
@@ -144,7 +145,7 @@ class TrainConfig:
                   "rank_timeout": (0.01, 1e4), "ema": (0, 0.99999), "beta1": (0, 0.99999), "beta2": (0, 0.99999),
                   "weight_decay": (0, 1e3),
                   "warmup_steps": (0, 2**40), "last_lr": (0, 1)}
-        or_off = ("profile", "max_steps", "time_limit", "decay_steps", "grad_clip", "eval_interval")
+        or_off = ("profile", "save_interval", "max_steps", "time_limit", "decay_steps", "grad_clip", "eval_interval")
         for name, (least, most) in limits.items():
             if not least <= getattr(self, name) <= most:  # nan too
                 raise ValueError(f"--{name} {getattr(self, name)}: give {least} to {most:g}")
@@ -525,11 +526,13 @@ class Trainer:
             self.restore(saved)
         self.model_step = self.ranks.wrap(model)
         self.writer = Writer(folder, self.ranks)
-        self.log = Log(folder, self.step) if self.ranks.rank == 0 else None
+        with user_errors():
+            self.log = Log(folder, self.step) if self.ranks.rank == 0 else None
+        self.saved_at = time.monotonic()
         self.compiled = self.unproven = c.compile  # unproven: compiled, but no step has worked yet
         if c.compile:
             try:
-                # the blocks share their code, compiled for each kind of block, of gradient and of shape: 5 to 12 times
+                # the blocks share their code, compiled for each kind of block, of gradient and of shape: 4 to 12 times
                 torch._dynamo.config.recompile_limit = 32
                 for part in model.parts_to_compile():
                     part.compile()
@@ -544,6 +547,7 @@ class Trainer:
             "scaler": self.scaler.state_dict(), "rng": rng, "other_rngs": other_rngs, "step": self.step,
             "elapsed": self.elapsed, "best": self.best}
         self.writer.save("last.pt", content, self.weights(), self.step)
+        self.saved_at = time.monotonic()
 
     def describe(self):
         names = ("config", "model_config", "use_config", "data_config")
@@ -581,11 +585,10 @@ class Trainer:
             self.scaler.load_state_dict(saved["scaler"])
         self.step, self.elapsed, self.best = saved["step"], saved["elapsed"], saved["best"]
         self.c.init_from = saved["config"]["init_from"]
-        for name in ("batch_size", "grad_accum"):
-            if getattr(self.c, name) != saved["config"][name]:
-                raise UserError(f"--{name} {getattr(self.c, name)}: this run is at a place in the data that goes with "
-                                f"{saved['config'][name]}; resume with that, or start a new run from its weights with "
-                                "--init_from PATH")
+        if self.c.batch_size != saved["config"]["batch_size"]:
+            raise UserError(f"--batch_size {self.c.batch_size}: this run is at a place in the data that goes with "
+                            f"{saved['config']['batch_size']}; resume with that, on as many processes as divide it, or "
+                            "start a new run from its weights with --init_from PATH")
         device = self.machine.device
         self.carries = [carry and self.model.Carry(**to_device(carry, device))
                         for carry in self.ranks.deal(saved["carries"], len(self.carries))]
@@ -669,18 +672,19 @@ class Trainer:
             self.writer.check()
             self.elapsed = time.monotonic() - started
             pending.append((self.step, self.elapsed, metrics))
-            done = self.ends(stop)
+            done, late = self.agree(stop)
             if len(pending) == LOG_EVERY or done:
                 recent.extend(self.flush(pending))
                 bar.set_description_str(self.progress(recent), refresh=False)
             bar.update()
             due = self.c.eval_interval > 0 and self.step % self.c.eval_interval == 0
-            if (due or done) and not stop.name:
+            if (due or done or late) and not stop.name:
                 recent.extend(self.flush(pending))  # a loss that is not finite must end the run before it is saved
-                tqdm.write(f"step {self.step} | {clock(self.elapsed)} | {self.validate()}")
-                self.elapsed = time.monotonic() - started
+                if due or done:
+                    tqdm.write(f"step {self.step} | {clock(self.elapsed)} | {self.validate()}")
+                    self.elapsed = time.monotonic() - started
                 self.save()
-                done = self.ends(stop)
+                done, _ = self.agree(stop)
         if not stop.name and self.best is None:  # a limit of no steps at all
             self.validate()
         if stop.name or not self.step:
@@ -688,6 +692,8 @@ class Trainer:
             self.save()
         self.writer.wait()
         profiler and profiler.stop()
+        if profiler and not os.path.exists(os.path.join(self.folder, "trace.json")):
+            print(f"note: --profile {self.c.profile} wrote nothing; it takes {self.c.profile + 10} steps or more")
         bar.close()
         return stop.name
 
@@ -704,15 +710,14 @@ class Trainer:
         profiler.start()
         return profiler
 
-    def ends(self, stop):
-        """Whether a limit or a signal ends the run here. All ranks agree, for which they ask each other at times."""
+    def agree(self, stop):
+        """(whether a limit or a signal ends the run here, whether it is time to save), the same on all ranks."""
+        late = 0 <= self.c.save_interval * 60 <= time.monotonic() - self.saved_at
         if self.ranks.size == 1:
-            return self.finished() or bool(stop.name)
-        if self.step % LOG_EVERY and self.step != self.c.max_steps:
-            return False
-        limits, signals = self.ranks.sum([self.finished(), bool(stop.name)])
+            return self.finished() or bool(stop.name), late
+        limits, signals, late = self.ranks.sum([self.finished(), bool(stop.name), late])
         stop.name = (stop.name or "SIGTERM") if signals else None
-        return limits + signals > 0
+        return limits + signals > 0, late > 0
 
     def finished(self):
         return 0 <= self.c.max_steps <= self.step or 0 <= self.c.time_limit * 60 <= self.elapsed

@@ -271,7 +271,7 @@ class Budget:
 
 def in_words(seconds):
     for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60), ("s", 1)):
-        if seconds >= 2 * size:
+        if seconds >= (1 if unit == "s" else 2 * size):
             return f"{seconds / size:,.1f} {unit}"
     return f"{1000 * seconds:,.4g} ms"
 

@@ -11,6 +11,7 @@ The file last.pt names its folder, last-STEP.parts, in the format of torch.distr
 the folder, which it replaces by another only then, so that at any moment it goes with a folder that is whole.
 """
 
+import contextlib
 import glob
 import itertools
 import os
@@ -56,7 +57,7 @@ class Writer:
         """
         path = os.path.join(self.folder, name)
         if self.ranks.size == 1:
-            with atomic_write(path) as file:  # whole or not at all, whenever the run is killed
+            with told_errors(path), atomic_write(path) as file:  # whole or not at all, whenever the run is killed
                 torch.save(content | self.ranks.whole(weights), file)
             remove_parts(path)  # of a run that more processes began
             return
@@ -66,7 +67,7 @@ class Writer:
             tensors[where] = tensor.detach()
             return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
-        content |= walk(weights, put_aside)
+        content = content | walk(weights, put_aside)
         if name in self.jobs:
             self.jobs[name].result()
         content["parts"] = self.ranks.first_decides(lambda: self._new_folder(f"{os.path.splitext(name)[0]}-{step}"))
@@ -78,10 +79,17 @@ class Writer:
         return next(name for name in names if not os.path.exists(os.path.join(self.folder, name)))
 
     def _write(self, path, content, tensors):
-        dcp.save(tensors, checkpoint_id=os.path.join(self.folder, content["parts"]), process_group=self.ranks.writers)
+        folder = os.path.join(self.folder, content["parts"])
+        try:
+            with told_errors(path):
+                dcp.save(tensors, checkpoint_id=folder, process_group=self.ranks.writers)
+                if self.ranks.rank == 0:
+                    with atomic_write(path) as file:
+                        torch.save(content, file)
+        except UserError:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         if self.ranks.rank == 0:
-            with atomic_write(path) as file:
-                torch.save(content, file)
             remove_parts(path, but=content["parts"])
 
     def check(self):
@@ -94,6 +102,17 @@ class Writer:
         """Return once all is written, or raise."""
         for job in self.jobs.values():
             job.result()
+
+
+@contextlib.contextmanager
+def told_errors(path):
+    """A file that cannot be written, as on a full disk, is told in one line."""
+    try:
+        yield
+    except (OSError, RuntimeError, CheckpointException) as error:  # torch's own writer has RuntimeErrors
+        reason = [line for line in str(error).splitlines() if "Error" in line or "fail" in line] or [str(error)]
+        raise UserError(f"could not write {path} ({reason[-1].strip()[:150]}); is the disk full? What was saved before "
+                        "is whole: make room and go on with --init_from resume") from None
 
 
 def remove_parts(path, but=None):
@@ -137,6 +156,10 @@ def read_tensors(path, saved, like=lambda where: None):
     saved = walk(saved, take)
     if wanted:
         folder = os.path.join(os.path.dirname(path), saved["parts"])
+        if not os.path.exists(os.path.join(folder, ".metadata")):
+            now = read_checkpoint(path).get("parts")
+            raise UserError(f"{folder}, a part of {path}, is missing; " + (
+                "copy it from where the run was" if now == saved["parts"] else "its run has saved it anew; try again"))
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # "assuming the intent is to load in a single process": so it is
@@ -156,6 +179,8 @@ def to_one_file(path):
     parts = saved.pop("parts")
     with atomic_write(path) as file:
         torch.save(saved, file)
+        file.flush()
+        os.fsync(file.fileno())  # before the look at what is there, since it may take long
         if read_checkpoint(path).get("parts") != parts:
             raise UserError(f"{path}: its run has saved it anew meanwhile; try again")
     shutil.rmtree(os.path.join(os.path.dirname(path), parts))

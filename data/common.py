@@ -51,7 +51,7 @@ def atomic_write(path):
             os.fsync(file.fileno())  # without this a power cut can leave the new name on an empty file
         os.replace(temporary, path)
     except BaseException:  # also on Ctrl-C
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             os.remove(temporary)
         raise
 

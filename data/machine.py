@@ -33,14 +33,20 @@ class Machine:
     def of(cls, c, alone=False):
         """The machine that a TrainConfig asks for; joins the other processes, if torchrun started any, unless alone."""
         device = pick_device(c.device)
-        if c.offload and device.type not in ("cpu", "cuda"):
-            raise UserError(f"--offload on {device.type}: moves weights to and from CUDA cards only; leave it out")
+        several = int(os.environ.get("WORLD_SIZE", 1)) > 1 and not alone
+        if (c.offload or several) and device.type not in ("cpu", "cuda"):
+            raise UserError(f"--device {device.type}: several processes, or --offload, take cuda or cpu; name one")
+        if several and c.device.startswith("cuda:"):
+            raise UserError(f"--device {c.device}: would be the card of all processes; give cuda, for one each")
+        if c.parallel == "fsdp" and not (several or c.offload or alone):
+            print("note: --parallel fsdp has nothing to share in one process; start several with torchrun, or give "
+                  "--offload")
         dtype, reason = pick_dtype(c.dtype, device)
         ranks = Ranks.join(device, dtype, c.rank_timeout, c.parallel, c.offload, alone)
-        whole = ranks.size * parts_of(c, ranks)
-        if c.batch_size % whole:
-            raise UserError(f"--batch_size {c.batch_size} on {ranks.size} processes, each in --grad_accum "
-                            f"{c.grad_accum} parts: give a multiple of {whole}")
+        parts = parts_of(c, ranks)
+        if c.batch_size % (ranks.size * parts):
+            raise UserError(f"--batch_size {c.batch_size} on {ranks.size} processes, each in {parts} parts "
+                            f"(--grad_accum): give a multiple of {ranks.size * parts}, or other numbers of these")
         if ranks.rank:  # the first one speaks
             sys.stdout = open(os.devnull, "w")
         return cls(device, dtype, reason, ranks)

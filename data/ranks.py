@@ -201,9 +201,8 @@ class Ranks:
         """model.step as a function, whose backward passes leave the mean of all ranks' gradients in the parameters."""
         if self.size == 1 or self.mesh is not None:
             return model.step
-        # some steps leave a parameter out, such as a branch that nothing was sent to
-        return DistributedDataParallel(Step(model), broadcast_buffers=False, find_unused_parameters=True,
-                                       gradient_as_bucket_view=True)
+        # no step leaves a parameter out: branches and experts are stacked, nested passes run on no tokens too
+        return DistributedDataParallel(Step(model), broadcast_buffers=False, gradient_as_bucket_view=True)
 
     @contextlib.contextmanager
     def syncs(self, step, now):

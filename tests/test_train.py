@@ -619,6 +619,39 @@ def test_a_compiler_that_fails_only_costs_speed(run, monkeypatch, when):
     assert run(*flags, "--out_dir", "b")[0] == 0 and losses("a") == losses("b")
 
 
+def test_a_run_saves_between_validations(run, monkeypatch):
+    def step(trainer, original=train.Trainer.one_step):
+        if trainer.step == 5:
+            raise ZeroDivisionError
+        return original(trainer)
+
+    for name, minutes in (("a", 0), ("b", 30)):
+        with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+            patch.setattr(train.Trainer, "one_step", step)
+            run("--max_steps", 9, "--save_interval", minutes, "--out_dir", name)
+    assert train.read_checkpoint("a/last.pt")["step"] == 5 and not os.path.exists("b/last.pt")
+    code, out, _ = run("--init_from", "resume", "--out_dir", "a", "--grad_accum", 2)
+    assert code == 0 and "going on at step 5" in out and len(losses("a")) == 9
+
+
+def test_a_full_disk_loses_nothing(run, monkeypatch):
+    assert run("--max_steps", 2, "--out_dir", "a")[0] == 0
+
+    def save(content, file, original=torch.save):
+        original(content, file)
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 449152 vs 449048\nframe #0")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", save)
+        fails(run("--init_from", "resume", "--out_dir", "a", "--max_steps", 4), "could not write a/", "disk full")
+    assert train.read_checkpoint("a/last.pt")["step"] == 2 and not [name for name in os.listdir("a") if "tmp" in name]
+
+
+def test_a_trace_that_was_not_written_is_told(run):
+    assert "--profile 3 wrote nothing; it takes 13 steps" in run("--max_steps", 4, "--profile", 3, "--out_dir", "a")[1]
+    assert run("--max_steps", 14, "--profile", 3, "--out_dir", "b")[0] == 0 and os.path.exists("b/trace.json")
+
+
 def test_text_files_name_their_encoding(tmp_path):
     env = {**os.environ, "PYTHONWARNDEFAULTENCODING": "1", "OMP_NUM_THREADS": "1"}
     flags = ["--max_steps", "2", "--data_dir", str(tmp_path / "cache")]
