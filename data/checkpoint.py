@@ -87,7 +87,8 @@ class Writer:
                     with atomic_write(path) as file:
                         torch.save(content, file)
         except UserError:
-            shutil.rmtree(folder, ignore_errors=True)
+            if self.ranks.rank == 0:  # no other knows whether the file names it already
+                shutil.rmtree(folder, ignore_errors=True)
             raise
         if self.ranks.rank == 0:
             remove_parts(path, but=content["parts"])
@@ -149,8 +150,7 @@ def read_tensors(path, saved, like=lambda where: None):
         sharded = isinstance(ours, DTensor) and ours.shape == value.shape
         if value.is_meta:
             new = torch.empty_like(ours, dtype=value.dtype) if sharded else torch.empty_like(value, device="cpu")
-            wanted[where] = new
-            return wanted[where]
+            return wanted.setdefault(where, new)
         return distribute_tensor(value, ours.device_mesh, ours.placements, src_data_rank=None) if sharded else value
 
     saved = walk(saved, take)
