@@ -36,6 +36,7 @@ The loop knows a model through one contract, the same for all of them
     model.evaluate(batches, depths, grade, **options)     -> depth -> name -> (N,) scores; the first name selects
     Model.load_pretrained(path, **overrides)              published weights, or a checkpoint of this script
     Model.pretrained_config(path)                         its config's fields, as a dict
+    model.fill(folder)                                    of some: reads published weights into this process's share
     model.parts_to_compile(), model.looped_parts()        what --compile compiles and FSDP shards; what is used often
     model.variants(), model.merged(branch)                of a model with branches: other ways to use what was trained,
                                                           by title; the model that it goes on with a branch merged

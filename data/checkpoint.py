@@ -25,7 +25,8 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from data.common import UserError, atomic_write
+from data.common import UserError, atomic_write, user_errors
+from data.weights import read_file
 
 
 def walk(value, use, where=""):
@@ -127,11 +128,8 @@ def read_checkpoint(path):
     """A checkpoint as a dict; UserError if the file is missing, truncated or something else."""
     if not os.path.exists(path):
         raise UserError(f"{path}: no such file or folder; name a run's folder, or a checkpoint")
-    try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # foreign bytes break the reader in any way: KeyError, IndexError, struct.error
-        kind = type(error).__name__
-        raise UserError(f"{path}: not a readable checkpoint ({kind}); give a file that train.py wrote") from None
+    with user_errors():
+        saved = read_file(path, "give a file that train.py wrote")
     if not isinstance(saved, dict):
         raise UserError(f"{path}: holds a {type(saved).__name__}, not a checkpoint; give a file that train.py wrote")
     return saved

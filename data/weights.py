@@ -19,16 +19,20 @@ import torch
 # ---- checkpoints
 
 
+def read_file(path, give):
+    """What torch.save wrote into a file, on the CPU; `give` ends the message if it did not."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # foreign bytes break the reader in any way: KeyError, IndexError, struct.error
+        raise ValueError(f"{path}: not a readable checkpoint ({type(error).__name__}); {give}") from None
+
+
 def read_run(path, **kinds):
     """A checkpoint of train.py's -> its dict. kinds: a model's name and config class, as dnd=DNDConfig.
 
     A field of the config that came later than the file takes its default.
     """
-    try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # foreign bytes break the reader in any way: KeyError, IndexError, struct.error
-        raise ValueError(f"{path}: not a readable checkpoint ({type(error).__name__}); give one that train.py saved, "
-                         "or a folder with config.json and .safetensors files") from None
+    saved = read_file(path, "give one that train.py saved, or a folder with config.json and .safetensors files")
     fields = saved.get("model_config") if isinstance(saved, dict) else None
     for name, kind in kinds.items() if isinstance(fields, dict) else ():
         defaults, model = vars(kind()), saved.get("config", {}).get("model")
